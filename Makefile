@@ -1,0 +1,42 @@
+# `make` lists the targets. Every target sets up .venv first, once.
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip install -q -c requirements/lock.txt
+TORCH := torch==2.13.0
+STAMP := $(VENV)/.mosar-installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup test check figures clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## create .venv with the pinned test environment (PYTHON=... chooses the Python)
+
+# torch goes in first and is named again in the second step, so that no dependency of ours can
+# bring in another build of it.
+$(STAMP): pyproject.toml requirements/lock.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "mosar needs Python 3.11 or newer; name one with: make setup PYTHON=python3.11" >&2; \
+		exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) '$(TORCH)'
+	$(PIP) '$(TORCH)' -e '.[dev,hf,report]'
+	@touch $@
+
+test: setup ## run the tests (all but those marked slow)
+	$(PY) -m pytest -q -n auto -m 'not slow'
+
+check: setup ## what CI runs: ruff, format, pyright, tests
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m pyright
+	@$(MAKE) --no-print-directory test
+
+figures: setup ## redraw docs/images
+	$(VENV)/bin/mosar figure decay-kernels --out docs/images/decay_kernels.png
+
+clean: ## remove caches and build output (.venv stays)
+	rm -rf build dist .pytest_cache .ruff_cache .hypothesis
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,270 @@
+"""The public operators: they check the input, choose an implementation, and compute attention.
+
+    mosar_attention      bias = log(pi_Q^T G(d) pi_K), routed "soft", "top1" or "sparse"
+    distance_attention   bias = log_gate[h, d] - slopes[h] d, the same for every token
+
+Shapes: B batch, Hq query heads, Hkv key/value heads, T queries, S keys, D head dim, R regimes,
+Gr routing groups (a divisor of Hkv). Query head h reads key/value head h // (Hq / Hkv).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from mosar.core.config import MoSARConfig
+from mosar.core.layout import Layout, can_check_values, resolve_layout
+from mosar.core.reference_attention import reference_distance_attention, reference_mosar_attention
+
+Routing = Literal["soft", "top1", "sparse"]
+ROUTINGS = ("soft", "top1", "sparse")
+IMPLEMENTATIONS = ("auto", "reference")
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+# How far a row of routing probabilities may be from a simplex; a bf16 softmax is farther than this.
+_SIMPLEX_TOLERANCE = 1e-3
+
+
+def mosar_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pi_q: Tensor,
+    pi_k: Tensor,
+    config: MoSARConfig,
+    *,
+    routing: Routing = "soft",
+    scale: float | None = None,
+    softcap: float | None = None,
+    window: float | None = None,
+    query_positions: Tensor | None = None,
+    key_positions: Tensor | None = None,
+    key_valid: Tensor | None = None,
+    segment_ids: Tensor | None = None,
+    return_lse: bool = False,
+    impl: str = "auto",
+    dropout: float = 0.0,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Causal attention with routed geometry: softmax(cap(scale q·k) + log worth) v.
+
+    q [B, Hq, T, D]; k, v [B, Hkv, S, D], all of one dtype (float32, float64, bfloat16, float16).
+    pi_q [B, T, R] or [B, Gr, T, R] and pi_k [B, S, R] or [B, Gr, S, R]: float32 or float64 rows
+    that sum to 1. For "top1" and "sparse" the label of a token is the first largest entry, a
+    constant without gradient; hand over one-hot rows to decide labels elsewhere.
+
+    routing: "soft" evaluates all causal pairs with the mixture of gates; "top1" all causal pairs
+    with the gate of the one-hot pair (floor e^-B outside the reach); "sparse" only the pairs inside
+    the reach. The first `config.num_sinks` keys of a row (of a segment) are always inside, gate 1.
+
+    scale: default 1/sqrt(D). softcap: c tanh(s/c) on the scaled score, before the bias. window:
+    pairs farther than this do not exist. query_positions [B, T], key_positions [B, S]: integers
+    >= 0, not decreasing along valid keys (of a segment); default: keys at 0..S-1, queries the last
+    T of the keys. key_valid [B, S] bool, False for padding. segment_ids [B, S]: pairs of different
+    segments do not exist; the queries are the last T.
+
+    Returns [B, Hq, T, D] in the dtype of q; with `return_lse` also the log-sum-exp [B, Hq, T] in
+    float32 (float64 for float64 input). A query without an admissible key gets zeros, and -inf.
+    Wrong input raises a ValueError that names the argument. Values of positions and probabilities
+    are checked on the CPU outside torch.compile. `dropout` other than 0 is refused.
+    """
+    if not isinstance(config, MoSARConfig):
+        raise ValueError(f"config must be a MoSARConfig, got {type(config).__name__}")
+    if routing not in ROUTINGS:
+        raise ValueError(f"routing must be one of {ROUTINGS}, got {routing!r}")
+    layout = _check(
+        q,
+        k,
+        v,
+        scale=scale,
+        softcap=softcap,
+        dropout=dropout,
+        window=window,
+        query_positions=query_positions,
+        key_positions=key_positions,
+        key_valid=key_valid,
+        segment_ids=segment_ids,
+    )
+    _check_routing_probabilities(q, k, pi_q, pi_k, config)
+    _check_impl(impl)
+    result = reference_mosar_attention(
+        q, k, v, pi_q, pi_k, config, layout, routing=routing, scale=scale, softcap=softcap
+    )
+    return (result.output, result.lse) if return_lse else result.output
+
+
+def distance_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    log_gate: Tensor | None = None,
+    slopes: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    window: float | None = None,
+    query_positions: Tensor | None = None,
+    key_positions: Tensor | None = None,
+    key_valid: Tensor | None = None,
+    segment_ids: Tensor | None = None,
+    return_lse: bool = False,
+    impl: str = "auto",
+    dropout: float = 0.0,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Dense causal attention whose bias depends on distance alone: log_gate[h, d] - slopes[h] d.
+
+    log_gate [1 or Hq, max_distance + 1] must cover every distance that occurs (a window bounds
+    them); where it is -inf the pair does not exist. slopes [Hq] are ALiBi's, positive.
+    Everything else is as in `mosar_attention`.
+    """
+    layout = _check(
+        q,
+        k,
+        v,
+        scale=scale,
+        softcap=softcap,
+        dropout=dropout,
+        window=window,
+        query_positions=query_positions,
+        key_positions=key_positions,
+        key_valid=key_valid,
+        segment_ids=segment_ids,
+    )
+    _check_distance_bias(q, layout, log_gate, slopes)
+    _check_impl(impl)
+    output, lse = reference_distance_attention(
+        q, k, v, layout, log_gate=log_gate, slopes=slopes, scale=scale, softcap=softcap
+    )
+    return (output, lse) if return_lse else output
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None,
+    softcap: float | None,
+    dropout: float,
+    **placement: Tensor | float | None,
+) -> Layout:
+    """Checks what both operators take and resolves which pairs exist."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}")
+        if tensor.dim() != 4 or 0 in tensor.shape:
+            raise ValueError(
+                f"{name} must be [batch, heads, length, head_dim], none of them 0, "
+                f"got {list(tensor.shape)}"
+            )
+        if tensor.dtype not in _DTYPES:
+            raise ValueError(
+                f"{name} must be one of {[str(d) for d in _DTYPES]}, got {tensor.dtype}"
+            )
+    if k.dtype != q.dtype or v.dtype != q.dtype:
+        raise ValueError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+    if k.device != q.device or v.device != q.device:
+        raise ValueError(
+            f"q, k and v must be on one device, got {q.device}, {k.device}, {v.device}"
+        )
+    if k.shape != v.shape:
+        raise ValueError(f"k and v must have one shape, got {list(k.shape)} and {list(v.shape)}")
+    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ValueError(
+            f"q and k must agree in batch and head_dim, got {list(q.shape)} and {list(k.shape)}"
+        )
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(
+            f"the {q.shape[1]} heads of q must be a multiple of the {k.shape[1]} heads of k"
+        )
+    if dropout != 0.0:
+        raise ValueError(
+            f"attention dropout is not supported (a dropped pair has no geometry), got "
+            f"dropout={dropout}; set it to 0"
+        )
+    for name, value, positive in (("scale", scale, False), ("softcap", softcap, True)):
+        if value is None:
+            continue
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or not math.isfinite(value) or (positive and value <= 0):
+            rule = "a finite number > 0" if positive else "a finite number"
+            raise ValueError(f"{name} must be None or {rule}, got {value!r}")
+    return resolve_layout(q.shape[0], q.shape[2], k.shape[2], device=q.device, **placement)  # pyright: ignore[reportArgumentType]
+
+
+def _check_routing_probabilities(
+    q: Tensor, k: Tensor, pi_q: Tensor, pi_k: Tensor, config: MoSARConfig
+) -> None:
+    num_regimes = config.num_regimes
+    for name, pi, length in (("pi_q", pi_q, q.shape[2]), ("pi_k", pi_k, k.shape[2])):
+        if not isinstance(pi, Tensor):
+            raise ValueError(f"{name} must be a tensor, got {type(pi).__name__}")
+        shaped = pi.dim() in (3, 4) and pi.shape[0] == q.shape[0]
+        if not shaped or tuple(pi.shape[-2:]) != (length, num_regimes):
+            raise ValueError(
+                f"{name} must be [{q.shape[0]}, {length}, {num_regimes}] or "
+                f"[{q.shape[0]}, groups, {length}, {num_regimes}], got {list(pi.shape)}"
+            )
+        if pi.dim() == 4 and (pi.shape[1] < 1 or k.shape[1] % pi.shape[1]):
+            raise ValueError(
+                f"{name} has {pi.shape[1]} routing groups, which must divide the {k.shape[1]} "
+                "key/value heads"
+            )
+        if pi.dtype not in (torch.float32, torch.float64):
+            raise ValueError(
+                f"{name} must be float32 or float64 (labels tie in lower precision), got {pi.dtype}"
+            )
+        if pi.device != q.device:
+            raise ValueError(f"{name} must be on the device of q, {q.device}, got {pi.device}")
+        if can_check_values(pi):
+            values = pi.detach()
+            off = (values.sum(dim=-1) - 1).abs()
+            lowest = float(values.min())
+            # Written so that NaN fails too.
+            if not (lowest >= -_SIMPLEX_TOLERANCE and float(off.max()) <= _SIMPLEX_TOLERANCE):
+                raise ValueError(
+                    f"{name} must hold probabilities: rows >= 0 that sum to 1; got a smallest "
+                    f"entry of {lowest:.4g} and a sum off by {float(off.max()):.4g}; logits?"
+                )
+    if pi_q.shape[:-2] != pi_k.shape[:-2]:
+        raise ValueError(
+            "pi_q and pi_k must have the same routing groups, "
+            f"got {list(pi_q.shape)} and {list(pi_k.shape)}"
+        )
+
+
+def _check_distance_bias(
+    q: Tensor, layout: Layout, log_gate: Tensor | None, slopes: Tensor | None
+) -> None:
+    heads = q.shape[1]
+    for name, tensor in (("log_gate", log_gate), ("slopes", slopes)):
+        if tensor is not None and not isinstance(tensor, Tensor):
+            raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    if slopes is not None and tuple(slopes.shape) != (heads,):
+        raise ValueError(f"slopes must have shape [{heads}], got {list(slopes.shape)}")
+    if log_gate is not None and (
+        log_gate.dim() != 2 or log_gate.shape[0] not in (1, heads) or not log_gate.shape[1]
+    ):
+        raise ValueError(
+            f"log_gate must be [1 or {heads}, max_distance + 1], got {list(log_gate.shape)}"
+        )
+    for name, tensor in (("log_gate", log_gate), ("slopes", slopes)):
+        if tensor is None:
+            continue
+        if not tensor.is_floating_point():
+            raise ValueError(f"{name} must be floating point, got {tensor.dtype}")
+        if tensor.device != q.device:
+            raise ValueError(f"{name} must be on the device of q, {q.device}, got {tensor.device}")
+    if log_gate is not None and can_check_values(q):
+        farthest = layout.max_distance()
+        if farthest >= log_gate.shape[1]:
+            raise ValueError(
+                f"log_gate covers distances up to {log_gate.shape[1] - 1}, but a pair at distance "
+                f"{farthest} exists; give a longer table or a window"
+            )
+
+
+def _check_impl(impl: str) -> None:
+    if impl not in IMPLEMENTATIONS:
+        raise ValueError(f"impl must be one of {IMPLEMENTATIONS}, got {impl!r}")

@@ -1,0 +1,189 @@
+"""The configuration of MoSAR: (N, delta, alpha, d_r, tau, B, p, epsilon), frozen and checked once.
+
+A regime is a law of decay with distance: a reach delta, and the fraction alpha of it that is flat.
+The last regime is the global one: two global ends never decay, whatever their distance.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
+from numbers import Integral, Real
+from typing import Any, Literal
+
+Composition = Literal["mean", "min", "max"]
+COMPOSITIONS = ("mean", "min", "max")
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_count(value: object, minimum: int) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= minimum
+
+
+@dataclass(frozen=True)
+class Regime:
+    """One regime of attention: how far it reaches and how much of that is plateau."""
+
+    name: str
+    """Short label, e.g. "S"; unique within a configuration."""
+    reach: float
+    """delta: the largest distance inside the support (inclusive, a real number)."""
+    plateau: float
+    """alpha in [0, 1]: the fraction of the reach where the gate is 1."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise ValueError(f"regime name must be a non-empty string, got {self.name!r}")
+        if not _is_real(self.reach) or self.reach <= 0:
+            raise ValueError(
+                f"regime {self.name!r}: reach must be a finite number > 0, got {self.reach!r}"
+            )
+        if not _is_real(self.plateau) or not 0 <= self.plateau <= 1:
+            raise ValueError(
+                f"regime {self.name!r}: plateau must lie in [0, 1], got {self.plateau!r}"
+            )
+        # Plain numbers, so that a configuration made from numpy's goes to JSON too.
+        object.__setattr__(self, "reach", float(self.reach))
+        object.__setattr__(self, "plateau", float(self.plateau))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoSARConfig:
+    """Everything that defines MoSAR's geometry and routers; the defaults are the paper's."""
+
+    max_length: int = 2048
+    """N: the training length, which normalises the reach cost."""
+    regimes: tuple[Regime, ...] = (
+        Regime("S", 128, 0.75),
+        Regime("M", 512, 0.5),
+        Regime("G", 2048, 1.0),
+    )
+    """At least two, by increasing reach; the last one is global."""
+    router_hidden: int = 64
+    """d_r: hidden width of each router MLP."""
+    temperature: float = 1.0
+    """tau: the routers end in softmax(z / tau)."""
+    barrier: float = 6.0
+    """B: the gate's floor is e^-B."""
+    exponent: float = 2.0
+    """p: how the decay sets in after the plateau."""
+    epsilon: float = 1e-6
+    """Guard of the logarithm; below e^-B, so that it never acts on a valid worth."""
+    composition: Composition = "mean"
+    """How two reaches make a pair's reach: "mean" (the paper's), "min" or "max"."""
+    routing_groups: int = 1
+    """Gr: heads of a layer route in this many groups; a divisor of the key/value heads."""
+    num_sinks: int = 0
+    """The first keys of a row (of a segment) that every query may read with gate 1."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "regimes", _as_regimes(self.regimes))
+        for name, minimum in (
+            ("max_length", 1),
+            ("router_hidden", 1),
+            ("routing_groups", 1),
+            ("num_sinks", 0),
+        ):
+            if not _is_count(getattr(self, name), minimum):
+                raise ValueError(f"{name} must be an integer >= {minimum}, got {self._got(name)}")
+            object.__setattr__(self, name, int(getattr(self, name)))
+        for name in ("temperature", "barrier", "exponent", "epsilon"):
+            value = getattr(self, name)
+            if not _is_real(value) or value <= 0:
+                raise ValueError(f"{name} must be a finite number > 0, got {self._got(name)}")
+            object.__setattr__(self, name, float(value))
+        if self.epsilon >= math.exp(-self.barrier):
+            raise ValueError(
+                f"epsilon must be smaller than e^-barrier = {math.exp(-self.barrier):.3g} "
+                f"(it may only guard the logarithm), got epsilon={self.epsilon!r} "
+                f"with barrier={self.barrier!r}"
+            )
+        if self.composition not in COMPOSITIONS:
+            raise ValueError(f"composition must be one of {COMPOSITIONS}, got {self.composition!r}")
+        if len(self.regimes) < 2:
+            raise ValueError(
+                f"regimes must hold at least 2 regimes, the last one global, got {self.regimes!r}"
+            )
+        names = [regime.name for regime in self.regimes]
+        if len(set(names)) != len(names):
+            raise ValueError(f"regimes must have distinct names, got {names}")
+        reaches = [regime.reach for regime in self.regimes]
+        if any(b <= a for a, b in pairwise(reaches)):
+            raise ValueError(f"regimes must have increasing reaches, got {reaches}")
+
+    def _got(self, name: str) -> str:
+        return repr(getattr(self, name))
+
+    @classmethod
+    def scaled(cls, max_length: int, **changes: Any) -> MoSARConfig:
+        """The default geometry for another training length N: reaches N/16, N/4 and N."""
+        if not _is_count(max_length, 1):
+            raise ValueError(f"max_length must be an integer >= 1, got {max_length!r}")
+        regimes = (
+            Regime("S", max_length / 16, 0.75),
+            Regime("M", max_length / 4, 0.5),
+            Regime("G", max_length, 1.0),
+        )
+        return cls(max_length=max_length, **{"regimes": regimes, **changes})
+
+    @property
+    def num_regimes(self) -> int:
+        """R."""
+        return len(self.regimes)
+
+    @property
+    def global_index(self) -> int:
+        """The index of the global regime: the last one."""
+        return len(self.regimes) - 1
+
+    def regime_index(self, name: str) -> int:
+        """The index of the regime called `name`."""
+        names = [regime.name for regime in self.regimes]
+        if name not in names:
+            raise ValueError(f"regime must be one of {names}, got {name!r}")
+        return names.index(name)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"regimes": [asdict(regime) for regime in self.regimes]}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> MoSARConfig:
+        known = [field.name for field in fields(cls)]
+        unknown = sorted(set(values) - set(known))
+        if unknown:
+            raise ValueError(f"unknown fields of MoSARConfig: {unknown}; known are {known}")
+        return cls(**values)
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict())
+
+    @classmethod
+    def from_json(cls, text: str) -> MoSARConfig:
+        try:
+            values = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"a MoSARConfig must be valid JSON: {error}") from None
+        if not isinstance(values, dict):
+            raise ValueError(f"a MoSARConfig must be a JSON object, got {type(values).__name__}")
+        return cls.from_dict(values)
+
+
+def _as_regimes(value: object) -> tuple[Regime, ...]:
+    """Regimes as given, or as JSON holds them: objects with name, reach and plateau."""
+    if not isinstance(value, (list, tuple)):
+        raise ValueError(f"regimes must be a sequence of Regime, got {value!r}")
+    regimes = []
+    for item in value:
+        if isinstance(item, dict):
+            if set(item) != {"name", "reach", "plateau"}:
+                raise ValueError(f"a regime has the fields name, reach and plateau, got {item!r}")
+            item = Regime(**item)
+        if not isinstance(item, Regime):
+            raise ValueError(f"regimes must be a sequence of Regime, got the item {item!r}")
+        regimes.append(item)
+    return tuple(regimes)

@@ -1,0 +1,75 @@
+"""Structured results: what each part of the core hands on, kept whole for tests and diagnostics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RouterOutput:
+    """What a router decided; [B, T, R], or [B, Gr, T, R] with more than one routing group."""
+
+    logits: Tensor
+    """z, before the temperature, float32 or float64."""
+    probabilities: Tensor
+    """pi = softmax(z / tau), float32 or float64."""
+
+    @property
+    def labels(self) -> Tensor:
+        """The top-1 regime of each token, from the logits, lowest index on ties."""
+        return self.logits.argmax(dim=-1)
+
+
+@dataclass(frozen=True)
+class WorthFieldOutput:
+    """The worth of each pair and its logarithm, [B, T, S] (with groups [B, Gr, T, S])."""
+
+    worth: Tensor
+    bias: Tensor
+
+
+@dataclass(frozen=True)
+class HardDomain:
+    """The support Omega that top-1 labels induce, known before any q·k."""
+
+    mask: Tensor | None
+    """[B, T, S] (with groups [B, Gr, T, S]) bool, True inside; None when only counted."""
+    row_counts: Tensor
+    """Pairs inside the support per batch row (and group), [B] or [B, Gr] int64."""
+    row_causal_counts: Tensor
+    """Pairs that exist per row (and group): causal, valid, same segment, inside the window."""
+
+    @property
+    def count(self) -> int:
+        """|Omega|, over all rows."""
+        return int(self.row_counts.sum())
+
+    @property
+    def causal_count(self) -> int:
+        """|causal|, over all rows."""
+        return int(self.row_causal_counts.sum())
+
+    @property
+    def density(self) -> float:
+        """rho = |Omega| / |causal|; 0 where no pair exists."""
+        return self.count / max(self.causal_count, 1)
+
+
+@dataclass(frozen=True)
+class ReferenceAttentionOutput:
+    """Everything the reference computed on the way to its output."""
+
+    output: Tensor
+    """[B, H, T, D] in the dtype of the queries."""
+    lse: Tensor
+    """log-sum-exp of the logits, [B, H, T]; -inf for a row without keys."""
+    attention: Tensor
+    """Attention probabilities, [B, H, T, S]."""
+    worth: Tensor
+    """The worth of each pair, [B, Gr, T, S]."""
+    bias: Tensor
+    """log worth, before the mask, [B, Gr, T, S]."""
+    query_routing: RouterOutput | None = None
+    key_routing: RouterOutput | None = None

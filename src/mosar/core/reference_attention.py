@@ -1,0 +1,240 @@
+"""The dense definition of MoSAR attention: the law that every fast path is held to.
+
+    out = softmax(cap(scale q·k) + bias + mask) v,   cap(s) = c tanh(s / c)
+
+Plain torch, T x S memory, float64-capable. q·k, softmax and the sum over values run in float32
+(float64 for float64 inputs) whatever the inputs' dtype. Heads of a KV group share keys; heads of a
+routing group share the bias.
+
+Shapes: B batch, H query heads, K key/value heads, Gr routing groups, T queries, S keys, D head dim,
+R regimes.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from mosar.core.config import MoSARConfig
+from mosar.core.hard_domain import support_mask
+from mosar.core.layout import Layout, resolve_layout
+from mosar.core.outputs import ReferenceAttentionOutput
+from mosar.core.routers import PostPositionRouter, top1_routing
+from mosar.core.worth_field import WorthField
+
+
+def reference_mosar_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pi_q: Tensor,
+    pi_k: Tensor,
+    config: MoSARConfig,
+    layout: Layout,
+    *,
+    routing: str,
+    scale: float | None = None,
+    softcap: float | None = None,
+) -> ReferenceAttentionOutput:
+    """Routed attention; pi_q [B, T, R] or [B, Gr, T, R], likewise pi_k, already checked."""
+    if pi_q.dim() == 3:
+        pi_q, pi_k = pi_q[:, None], pi_k[:, None]
+    admissible_BGTS = layout.exists()[:, None]
+    if routing != "soft":
+        pi_q, pi_k = top1_routing(pi_q), top1_routing(pi_k)
+    if routing == "sparse":
+        admissible_BGTS = support_mask(pi_q.argmax(dim=-1), pi_k.argmax(dim=-1), config, layout)
+    field = WorthField(config)(pi_q, pi_k, layout.distances()[:, None])
+    worth_BGTS, bias_BGTS = field.worth, field.bias
+    if config.num_sinks:
+        sinks_BGTS = layout.sinks(config.num_sinks)[:, None, None, :]
+        worth_BGTS = worth_BGTS.masked_fill(sinks_BGTS, 1.0)
+        bias_BGTS = bias_BGTS.masked_fill(sinks_BGTS, 0.0)
+    heads_per_group = q.shape[1] // pi_q.shape[1]
+    output, lse, attention = dense_attention(
+        q,
+        k,
+        v,
+        bias=bias_BGTS.repeat_interleave(heads_per_group, dim=1),
+        admissible=admissible_BGTS.repeat_interleave(
+            heads_per_group if admissible_BGTS.shape[1] > 1 else 1, dim=1
+        ),
+        key_valid=layout.key_valid,
+        scale=scale,
+        softcap=softcap,
+    )
+    return ReferenceAttentionOutput(output, lse, attention, worth_BGTS, bias_BGTS)
+
+
+def reference_distance_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: Layout,
+    *,
+    log_gate: Tensor | None = None,
+    slopes: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention whose bias is log_gate[h, d] - slopes[h] d; returns output and log-sum-exp."""
+    distances_B1TS = layout.distances()[:, None]
+    admissible_BHTS = layout.exists()[:, None]
+    bias_BHTS = None
+    if log_gate is not None:
+        index = distances_B1TS.clamp(0, log_gate.shape[1] - 1)[:, 0]
+        bias_BHTS = log_gate.float() if log_gate.dtype.itemsize < 4 else log_gate
+        bias_BHTS = bias_BHTS[:, index].transpose(0, 1)
+        admissible_BHTS = admissible_BHTS & (bias_BHTS > -torch.inf)
+    if slopes is not None:
+        slopes = slopes.float() if slopes.dtype.itemsize < 4 else slopes
+        linear_BHTS = -slopes[:, None, None] * distances_B1TS.clamp_min(0)
+        bias_BHTS = linear_BHTS if bias_BHTS is None else bias_BHTS + linear_BHTS
+    output, lse, _ = dense_attention(
+        q,
+        k,
+        v,
+        bias=bias_BHTS,
+        admissible=admissible_BHTS,
+        key_valid=layout.key_valid,
+        scale=scale,
+        softcap=softcap,
+    )
+    return output, lse
+
+
+def dense_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    bias: Tensor | None,
+    admissible: Tensor,
+    key_valid: Tensor | None,
+    scale: float | None,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Softmax attention with an additive bias and a mask, both broadcastable to [B, H, T, S].
+
+    Returns output [B, H, T, D], log-sum-exp [B, H, T] and probabilities [B, H, T, S]. A row without
+    an admissible key has output 0 and log-sum-exp -inf.
+    """
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    repeats = q.shape[1] // k.shape[1]
+    with torch.autocast(q.device.type, enabled=False):
+        if key_valid is not None:
+            # What a padded slot holds (often never written memory) must not matter.
+            k = k.masked_fill(~key_valid[:, None, :, None], 0)
+            v = v.masked_fill(~key_valid[:, None, :, None], 0)
+        k_BHSD = k.to(dtype).repeat_interleave(repeats, dim=1)
+        v_BHSD = v.to(dtype).repeat_interleave(repeats, dim=1)
+        score_BHTS = torch.einsum("bhtd,bhsd->bhts", q.to(dtype), k_BHSD)
+        score_BHTS = score_BHTS * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+        if softcap is not None:
+            score_BHTS = softcap * torch.tanh(score_BHTS / softcap)
+        if bias is not None:
+            score_BHTS = score_BHTS + bias.to(dtype)
+        score_BHTS = score_BHTS.masked_fill(~admissible, -torch.inf)
+        # An empty row is computed as a row of zeros and cleared afterwards: no NaN, no gradient.
+        empty_BHT1 = ~admissible.any(dim=-1, keepdim=True)
+        score_BHTS = score_BHTS.masked_fill(empty_BHT1, 0)
+        attention_BHTS = torch.softmax(score_BHTS, dim=-1).masked_fill(~admissible, 0)
+        lse_BHT = torch.logsumexp(score_BHTS, dim=-1).masked_fill(empty_BHT1[..., 0], -torch.inf)
+        output_BHTD = torch.einsum("bhts,bhsd->bhtd", attention_BHTS, v_BHSD)
+        return output_BHTD.to(q.dtype), lse_BHT, attention_BHTS
+
+
+class MoSARReferenceAttention(nn.Module):
+    """Routers and dense attention in one readable module; takes post-positional q and k."""
+
+    def __init__(
+        self,
+        config: MoSARConfig,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        scale: float | None = None,
+        softcap: float | None = None,
+    ):
+        super().__init__()
+        for name, count in (
+            ("num_heads", num_heads),
+            ("num_kv_heads", num_kv_heads),
+            ("head_dim", head_dim),
+        ):
+            if count < 1:
+                raise ValueError(f"{name} must be >= 1, got {count}")
+        if num_heads % num_kv_heads:
+            raise ValueError(
+                f"num_heads must be a multiple of num_kv_heads={num_kv_heads}, got {num_heads}"
+            )
+        if num_kv_heads % config.routing_groups:
+            raise ValueError(
+                f"routing_groups must divide num_kv_heads={num_kv_heads}, "
+                f"got {config.routing_groups}"
+            )
+        self.config = config
+        self.scale, self.softcap = scale, softcap
+        self.query_router = PostPositionRouter(num_heads * head_dim, config)
+        self.key_router = PostPositionRouter(num_kv_heads * head_dim, config)
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        routing: str = "soft",
+        window: float | None = None,
+        query_positions: Tensor | None = None,
+        key_positions: Tensor | None = None,
+        key_valid: Tensor | None = None,
+        segment_ids: Tensor | None = None,
+    ) -> ReferenceAttentionOutput:
+        """q [B, H, T, D]; k, v [B, K, S, D], keys unexpanded; every intermediate is returned."""
+        if routing not in ("soft", "top1", "sparse"):
+            raise ValueError(f"routing must be one of soft, top1, sparse, got {routing!r}")
+        layout = resolve_layout(
+            q.shape[0],
+            q.shape[2],
+            k.shape[2],
+            window=window,
+            query_positions=query_positions,
+            key_positions=key_positions,
+            key_valid=key_valid,
+            segment_ids=segment_ids,
+            device=q.device,
+        )
+        if key_valid is not None:
+            # As in dense_attention; a NaN that reached the key router would spoil its gradient.
+            k = k.masked_fill(~key_valid[:, None, :, None], 0)
+        query_routing = self.query_router(q.transpose(1, 2))
+        key_routing = self.key_router(k.transpose(1, 2))
+        pi_q, pi_k = query_routing.probabilities, key_routing.probabilities
+        if routing != "soft":
+            # Labels come from the logits: two logits may differ where their probabilities tie.
+            pi_q, pi_k = top1_routing(query_routing.logits), top1_routing(key_routing.logits)
+        result = reference_mosar_attention(
+            q,
+            k,
+            v,
+            pi_q,
+            pi_k,
+            self.config,
+            layout,
+            routing=routing,
+            scale=self.scale,
+            softcap=self.softcap,
+        )
+        return ReferenceAttentionOutput(
+            result.output,
+            result.lse,
+            result.attention,
+            result.worth,
+            result.bias,
+            query_routing,
+            key_routing,
+        )

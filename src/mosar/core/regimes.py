@@ -1,0 +1,79 @@
+"""The geometry of regime pairs: how the gate g_mn(d) falls with distance d.
+
+    delta_mn = (delta_m + delta_n)/2      alpha_mn = (alpha_m + alpha_n)/2
+    T_mn = alpha_mn delta_mn              L_mn = (1 - alpha_mn) delta_mn
+    g_mn(d) = exp(-B clamp((d - T_mn)/L_mn, 0, 1)^p);  a step at T_mn where L_mn = 0;  g_GG = 1
+
+Shapes: R regimes; tables are [query regime, key regime].
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mosar.core.config import MoSARConfig
+
+
+class PairGeometry(NamedTuple):
+    """Reach delta, plateau T and transition L of each regime pair, [R, R] in float64."""
+
+    reach: Tensor
+    plateau: Tensor
+    transition: Tensor
+
+
+def pair_geometry(config: MoSARConfig) -> PairGeometry:
+    """The geometry of every (query regime, key regime) pair; T + L is the reach."""
+    delta_R = torch.tensor([regime.reach for regime in config.regimes], dtype=torch.float64)
+    alpha_R = torch.tensor([regime.plateau for regime in config.regimes], dtype=torch.float64)
+    row, column = delta_R[:, None], delta_R[None, :]
+    reach_RR = {
+        "mean": (row + column) / 2,
+        "min": torch.minimum(row, column),
+        "max": torch.maximum(row, column),
+    }[config.composition]
+    alpha_RR = (alpha_R[:, None] + alpha_R[None, :]) / 2
+    return PairGeometry(reach_RR, alpha_RR * reach_RR, (1 - alpha_RR) * reach_RR)
+
+
+def support_reach(config: MoSARConfig) -> Tensor:
+    """Largest distance inside the support per pair, [R, R] float64: the reach, infinite for GG."""
+    reach_RR = pair_geometry(config).reach
+    reach_RR[-1, -1] = torch.inf
+    return reach_RR
+
+
+class RegimeKernel(nn.Module):
+    """G(d): distances of any shape to the gates of all regime pairs, [..., R, R]."""
+
+    reach_RR: Tensor
+    plateau_RR: Tensor
+    transition_RR: Tensor
+
+    def __init__(self, config: MoSARConfig):
+        super().__init__()
+        self.config = config
+        for name, table in pair_geometry(config)._asdict().items():
+            # Plain attributes, not buffers: `module.to(bfloat16)` must not round the geometry.
+            setattr(self, f"{name}_RR", table)
+
+    def forward(self, distances: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Gates in `dtype` (default: that of floating distances, else float32); d < 0 counts as 0.
+
+        The tables are evaluated in float64 and rounded once.
+        """
+        if dtype is None:
+            dtype = distances.dtype if distances.is_floating_point() else torch.float32
+        device = distances.device
+        plateau_RR, transition_RR = self.plateau_RR.to(device), self.transition_RR.to(device)
+        excess = distances.double().clamp_min(0)[..., None, None] - plateau_RR
+        step = transition_RR == 0
+        progress = torch.where(
+            step, (excess > 0).double(), excess / transition_RR.clamp_min(1e-300)
+        )
+        gate = torch.exp(-self.config.barrier * progress.clamp(0, 1) ** self.config.exponent)
+        gate[..., -1, -1] = 1.0
+        return gate.to(dtype)

@@ -1,0 +1,95 @@
+"""Routers: a token's post-positional heads to a distribution over regimes.
+
+    pi = softmax((W2 GELU(W1 x + b1) + b2) / tau),   x = all heads of the token, concatenated
+
+Queries and keys have routers of their own; keys are read unexpanded (before any GQA repetition).
+With Gr routing groups each group of heads has its own MLP. The arithmetic is float32 (float64 for a
+float64 module), whatever the dtype of the module or of autocast.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mosar.core.config import MoSARConfig
+from mosar.core.outputs import RouterOutput
+
+
+class PostPositionRouter(nn.Module):
+    """One router (of queries or of keys) of one layer."""
+
+    def __init__(self, input_dim: int, config: MoSARConfig):
+        """`input_dim` is heads x head_dim; it must split evenly over the routing groups."""
+        super().__init__()
+        groups = config.routing_groups
+        if input_dim < 1 or input_dim % groups:
+            raise ValueError(
+                f"input_dim must be a positive multiple of routing_groups={groups}, got {input_dim}"
+            )
+        self.input_dim = input_dim
+        self.config = config
+        hidden, regimes = config.router_hidden, config.num_regimes
+        self.weight1 = nn.Parameter(torch.empty(groups, hidden, input_dim // groups))
+        self.bias1 = nn.Parameter(torch.empty(groups, hidden))
+        self.weight2 = nn.Parameter(torch.empty(groups, regimes, hidden))
+        self.bias2 = nn.Parameter(torch.empty(groups, regimes))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """W1 std 0.02, W2 std 1e-3, biases 0: routing starts nearly uniform."""
+        nn.init.normal_(self.weight1, std=0.02)
+        nn.init.normal_(self.weight2, std=1e-3)
+        nn.init.zeros_(self.bias1)
+        nn.init.zeros_(self.bias2)
+
+    def forward(self, x: Tensor) -> RouterOutput:
+        """x [B, T, heads, D] or [B, T, heads * D] -> [B, T, R] (or [B, Gr, T, R] for Gr > 1)."""
+        if x.dim() not in (3, 4) or x.shape[2:].numel() != self.input_dim:
+            raise ValueError(
+                f"x must be [B, T, heads, D] or [B, T, heads*D] with heads*D = {self.input_dim}, "
+                f"got {list(x.shape)}"
+            )
+        groups = self.config.routing_groups
+        if x.dim() == 4 and x.shape[2] % groups:
+            raise ValueError(f"x has {x.shape[2]} heads, not a multiple of {groups} routing groups")
+        dtype = torch.float64 if self.weight1.dtype == torch.float64 else torch.float32
+        with torch.autocast(x.device.type, enabled=False):
+            x_BTGI = x.reshape(*x.shape[:2], groups, -1).to(dtype)
+            hidden_BGTH = torch.einsum("btgi,ghi->bgth", x_BTGI, self.weight1.to(dtype))
+            hidden_BGTH = F.gelu(hidden_BGTH + self.bias1.to(dtype)[:, None])
+            logits_BGTR = torch.einsum("bgth,grh->bgtr", hidden_BGTH, self.weight2.to(dtype))
+            logits_BGTR = logits_BGTR + self.bias2.to(dtype)[:, None]
+            logits = logits_BGTR.squeeze(1) if groups == 1 else logits_BGTR
+            return RouterOutput(logits, torch.softmax(logits / self.config.temperature, dim=-1))
+
+    def extra_repr(self) -> str:
+        return (
+            f"input_dim={self.input_dim}, hidden={self.config.router_hidden}, "
+            f"regimes={self.config.num_regimes}, groups={self.config.routing_groups}"
+        )
+
+
+def top1_routing(probabilities: Tensor) -> Tensor:
+    """One-hot top-1 routing of the same shape and dtype, lowest index on ties; no gradient."""
+    labels = probabilities.detach().argmax(dim=-1)
+    return F.one_hot(labels, probabilities.shape[-1]).to(probabilities.dtype)
+
+
+def forced_routing(
+    config: MoSARConfig,
+    regime: str | int,
+    batch: int,
+    length: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """Every token in one regime (a name or an index): one-hot [B, T, R], as Fixed-S/M/G use it."""
+    index = config.regime_index(regime) if isinstance(regime, str) else regime
+    if not 0 <= index < config.num_regimes:
+        raise ValueError(f"regime must be an index below {config.num_regimes}, got {regime!r}")
+    routing = torch.zeros(batch, length, config.num_regimes, dtype=dtype, device=device)
+    routing[..., index] = 1
+    return routing

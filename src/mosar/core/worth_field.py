@@ -1,0 +1,38 @@
+"""The worth field: how much a pair (i, j) counts before its similarity is known.
+
+    W_ij = pi_Q(i)^T G(i - j) pi_K(j) in [e^-B, 1]        bias_ij = log max(W_ij, epsilon)
+
+A mixture of gates, not of biases, and not normalised over keys. Shared by all heads of a group.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from mosar.core.config import MoSARConfig
+from mosar.core.outputs import WorthFieldOutput
+from mosar.core.regimes import RegimeKernel
+
+
+class WorthField(nn.Module):
+    """Routing of both ends and their distances to the worth and bias of every pair."""
+
+    def __init__(self, config: MoSARConfig):
+        super().__init__()
+        self.config = config
+        self.kernel = RegimeKernel(config)
+
+    def forward(self, pi_q: Tensor, pi_k: Tensor, distances: Tensor) -> WorthFieldOutput:
+        """pi_q [..., T, R], pi_k [..., S, R], distances [T, S] or [..., T, S] -> [..., T, S].
+
+        Leading dimensions broadcast; the contraction runs in the wider dtype of the two routings,
+        at least float32.
+        """
+        dtype = torch.promote_types(torch.promote_types(pi_q.dtype, pi_k.dtype), torch.float32)
+        with torch.autocast(pi_q.device.type, enabled=False):
+            gate_TSRR = self.kernel(distances, dtype)
+            worth = torch.einsum(
+                "...tm,...tsmn,...sn->...ts", pi_q.to(dtype), gate_TSRR, pi_k.to(dtype)
+            )
+            return WorthFieldOutput(worth, worth.clamp_min(self.config.epsilon).log())

@@ -1,0 +1,19 @@
+"""Settings of the whole test run.
+
+`pytest --hypothesis-profile=thorough` draws new and many more examples.
+"""
+
+import os
+
+# Some virtual machines report AMX and then kill the process that uses it (bfloat16 matmul).
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+
+import torch
+from hypothesis import settings
+
+settings.register_profile("quick", deadline=None, derandomize=True, max_examples=60)
+settings.register_profile("thorough", deadline=None, max_examples=500, print_blob=True)
+settings.load_profile("quick")
+
+# Tests run in parallel processes; threads inside them would only fight for the same cores.
+torch.set_num_threads(1)

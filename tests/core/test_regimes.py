@@ -1,0 +1,187 @@
+"""The geometry of regime pairs and their gates."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cases import configs, geometry
+from core import outsider
+from mosar import MoSARConfig, Regime, RegimeKernel, pair_geometry
+from mosar.core.regimes import support_reach
+
+PAPER_PAIRS = [
+    ("SS", 128, 96, 32),
+    ("SM", 320, 200, 120),
+    ("MM", 512, 256, 256),
+    ("SG", 1088, 952, 136),
+    ("MG", 1280, 960, 320),
+    ("GG", 2048, 2048, 0),
+]
+
+
+def distance_grid(config, num=2001):
+    """Real distances from 0 to well past every reach, with every T and T + L among them."""
+    table = pair_geometry(config)
+    ends = torch.cat([table.plateau.flatten(), (table.plateau + table.transition).flatten()])
+    grid = torch.linspace(0, 1.5 * float(table.reach.max()), num, dtype=torch.float64)
+    return torch.cat([grid, ends]).sort().values
+
+
+def local_pairs(config):
+    """All (m, n) but the global pair."""
+    regimes = range(config.num_regimes)
+    last = config.global_index
+    return [(m, n) for m in regimes for n in regimes if (m, n) != (last, last)]
+
+
+@pytest.mark.parametrize(("pair", "reach", "plateau", "transition"), PAPER_PAIRS)
+def test_pair_table_of_the_paper(pair, reach, plateau, transition):
+    config = MoSARConfig()
+    m, n = (config.regime_index(name) for name in pair)
+    for a, b in ((m, n), (n, m)):
+        table = [float(entry[a, b]) for entry in pair_geometry(config)]
+        assert table == [reach, plateau, transition]
+
+
+@pytest.mark.parametrize(("composition", "compose"), [("min", min), ("max", max)])
+def test_composition_changes_the_reach_only(composition, compose):
+    config = MoSARConfig(composition=composition)
+    mean, other = pair_geometry(MoSARConfig()), pair_geometry(config)
+    reaches = [regime.reach for regime in config.regimes]
+    expected = [[compose(a, b) for b in reaches] for a in reaches]
+    assert other.reach.tolist() == expected
+    # The plateau fraction stays the mean of both ends.
+    torch.testing.assert_close(other.plateau / other.reach, mean.plateau / mean.reach)
+    torch.testing.assert_close(other.transition / other.reach, mean.transition / mean.reach)
+
+
+@given(configs())
+def test_pair_table_agrees_with_the_outsider(config):
+    support = {key: geometry(config)[key] for key in ("regimes", "composition")}
+    table = torch.stack(list(pair_geometry(config)))
+    for m in range(config.num_regimes):
+        for n in range(config.num_regimes):
+            assert table[:, m, n].tolist() == list(outsider.pair_table(m, n, **support))
+
+
+@given(configs())
+def test_only_the_global_pair_has_no_end(config):
+    reach, last = support_reach(config), config.global_index
+    assert reach[last, last] == math.inf
+    assert all(reach[m, n] == pair_geometry(config).reach[m, n] for m, n in local_pairs(config))
+
+
+@given(configs())
+def test_gate_agrees_with_the_outsider(config):
+    law = {key: geometry(config)[key] for key in ("regimes", "composition")}
+    law |= {"barrier": config.barrier, "exponent": config.exponent}
+    distances = distance_grid(config, num=41)
+    gate = RegimeKernel(config)(distances)
+    regimes = range(config.num_regimes)
+    expected = [
+        [[outsider.gate(float(d), m, n, **law) for n in regimes] for m in regimes]
+        for d in distances
+    ]
+    np.testing.assert_allclose(gate.numpy(), expected, rtol=1e-12, atol=0)
+
+
+@given(configs())
+def test_gate_never_rises_and_stays_between_floor_and_one(config):
+    gate = RegimeKernel(config)(distance_grid(config))
+    assert (gate.diff(dim=0) <= 0).all()
+    assert gate.max() == 1.0
+    assert gate.min() >= math.exp(-config.barrier) * (1 - 1e-12)
+
+
+@given(configs())
+def test_gate_is_flat_to_the_plateaus_end_and_at_its_floor_from_the_reach(config):
+    kernel, table = RegimeKernel(config), pair_geometry(config)
+    for m, n in local_pairs(config):
+        plateau, transition = table.plateau[m, n], table.transition[m, n]
+        at = torch.stack([plateau / 2, plateau, plateau + transition, 2 * plateau + transition])
+        inside, end, reached, beyond = kernel(at)[:, m, n].tolist()
+        assert inside == end == 1.0
+        if transition > 0:
+            assert reached == pytest.approx(math.exp(-config.barrier), rel=1e-9)
+        if plateau > 0:
+            assert beyond == pytest.approx(math.exp(-config.barrier), rel=1e-12)
+
+
+@given(configs())
+def test_gate_is_continuous_where_there_is_a_transition(config):
+    distances = distance_grid(config, num=20001)
+    jumps = RegimeKernel(config)(distances).diff(dim=0).abs()
+    spacing = float(distances.diff().max())
+    table, p = pair_geometry(config), config.exponent
+    for m, n in local_pairs(config):
+        transition = float(table.transition[m, n])
+        if transition > 0:
+            # |x^p - y^p| <= max(1, p) |x - y|^min(1, p) on [0, 1]
+            modulus = config.barrier * max(1, p) * (spacing / transition) ** min(1, p)
+            assert float(jumps[:, m, n].max()) <= modulus + 1e-12
+
+
+@given(st.integers(1, 100), st.sampled_from((0.5, 6.0)))
+def test_gate_is_a_step_where_there_is_no_transition(reach, barrier):
+    regimes = (Regime("S", reach / 3, 1.0), Regime("G", 2 * reach, 1.0))
+    config = MoSARConfig(regimes=regimes, barrier=barrier)
+    kernel, table = RegimeKernel(config), pair_geometry(config)
+    for m, n in local_pairs(config):
+        edge = table.reach[m, n]
+        after = torch.nextafter(edge, torch.tensor(math.inf, dtype=torch.float64))
+        assert table.transition[m, n] == 0
+        assert kernel(edge)[m, n] == 1.0
+        assert float(kernel(after)[m, n]) == pytest.approx(math.exp(-barrier), rel=1e-12)
+
+
+@given(configs())
+def test_the_global_pair_is_exactly_one_at_any_distance(config):
+    distances = torch.tensor([0.0, 1.0, 1e3, 1e9], dtype=torch.float64)
+    gate = RegimeKernel(config)(distances)[:, -1, -1]
+    assert torch.equal(gate, torch.ones_like(gate))
+
+
+def test_the_global_pair_does_not_decay_even_with_a_transition():
+    config = MoSARConfig(regimes=(Regime("S", 2, 0.5), Regime("G", 8, 0.25)))
+    assert pair_geometry(config).transition[-1, -1] == 6
+    assert RegimeKernel(config)(torch.tensor([7, 8, 9, 10**6]))[:, -1, -1].tolist() == [1.0] * 4
+
+
+@given(configs())
+def test_negative_distances_count_as_zero(config):
+    kernel = RegimeKernel(config)
+    gate = kernel(torch.tensor([-1, -1000, 0]))
+    assert torch.equal(gate[0], gate[2])
+    assert torch.equal(gate[1], gate[2])
+    assert torch.equal(gate[2], torch.ones_like(gate[2]))
+
+
+@pytest.mark.parametrize(
+    ("distances", "dtype", "expected"),
+    [
+        (torch.tensor([5]), None, torch.float32),
+        (torch.tensor([5.0]), None, torch.float32),
+        (torch.tensor([5.0], dtype=torch.float64), None, torch.float64),
+        (torch.tensor([5]), torch.float64, torch.float64),
+    ],
+)
+def test_gate_dtype(distances, dtype, expected):
+    assert RegimeKernel(MoSARConfig())(distances, dtype).dtype == expected
+
+
+def test_gate_is_evaluated_in_float64_and_rounded_once():
+    kernel, distances = RegimeKernel(MoSARConfig()), torch.arange(3000)
+    exact = kernel(distances, torch.float64)
+    assert torch.equal(kernel(distances), exact.float())
+    assert torch.equal(kernel.to(torch.bfloat16)(distances, torch.float64), exact)
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3), (2, 1, 3, 4)])
+def test_gate_takes_distances_of_any_shape(shape):
+    gate = RegimeKernel(MoSARConfig())(torch.full(shape, 100))
+    assert gate.shape == (*shape, 3, 3)
+    assert torch.equal(gate, gate.reshape(-1, 3, 3)[0].expand(gate.shape))

@@ -1,0 +1,564 @@
+"""The public operators: defaults, empty rows, padding, precision, gradients, refusals."""
+
+import math
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from torch.autograd import gradcheck
+
+from cases import DISTANCE_BIASES, ROUTINGS, SMALL, Case, assert_close, cases
+from mosar import (
+    MoSARConfig,
+    WorthField,
+    build_hard_domain,
+    distance_attention,
+    forced_routing,
+    mosar_attention,
+    top1_routing,
+)
+from mosar.core.layout import resolve_layout
+
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+
+def reference(case, **changes):
+    options = {"routing": case.routing, "return_lse": True, "impl": "reference", **case.options}
+    return mosar_attention(*case.inputs, case.config, **(options | changes))
+
+
+def distance_reference(case, kind, **changes):
+    options = {"return_lse": True, "impl": "reference", **case.distance_bias(kind), **case.options}
+    return distance_attention(case.q, case.k, case.v, **(options | changes))
+
+
+def differentiable(*tensors):
+    return [tensor.clone().requires_grad_() for tensor in tensors]
+
+
+def test_soft_is_the_default_and_lse_comes_on_request():
+    case = Case()
+    output = mosar_attention(*case.inputs, SMALL)
+    assert isinstance(output, torch.Tensor)
+    assert_close(output, reference(case)[0], 1e-12)
+    assert isinstance(distance_attention(case.q, case.k, case.v), torch.Tensor)
+
+
+@pytest.mark.parametrize("num_queries", [1, 4, 7])
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_by_default_queries_are_the_last_positions(routing, num_queries):
+    case = Case(batch=2, num_queries=num_queries, num_keys=7, routing=routing)
+    keys = torch.arange(7).expand(2, 7)
+    placed = reference(case, key_positions=keys, query_positions=keys[:, 7 - num_queries :])
+    for implicit, explicit in zip(reference(case), placed, strict=True):
+        assert torch.equal(implicit, explicit)
+
+
+def test_the_default_scale_is_one_over_the_root_of_the_head_dim():
+    case = Case(head_dim=9)
+    assert_close(reference(case)[0], reference(case, scale=1 / 3)[0], 1e-14)
+
+
+def test_a_window_wider_than_everything_is_none():
+    case = Case()
+    for window in (math.inf, 10**9, 6.0):
+        assert torch.equal(reference(case, window=window)[0], reference(case)[0])
+
+
+def test_a_single_group_may_be_spelled_out():
+    case = Case(batch=2, kv_heads=2, config=MoSARConfig(regimes=SMALL.regimes, num_sinks=1))
+    spelled_out = case.with_(group_axis=True)
+    assert spelled_out.pi_q.shape == (2, 1, 6, 3)
+    for routing in ROUTINGS:
+        plain, plain_lse = reference(case, routing=routing)
+        grouped, grouped_lse = reference(spelled_out, routing=routing)
+        assert torch.equal(plain, grouped)
+        assert torch.equal(plain_lse, grouped_lse)
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_each_group_of_heads_follows_its_own_routing(routing):
+    config = MoSARConfig(regimes=SMALL.regimes, routing_groups=2)
+    case = Case(config=config, batch=2, kv_heads=4, heads_per_kv=2, routing=routing, num_keys=9)
+    whole = reference(case)[0]
+    for group in range(2):
+        kv, heads = slice(2 * group, 2 * group + 2), slice(4 * group, 4 * group + 4)
+        alone = mosar_attention(
+            case.q[:, heads],
+            case.k[:, kv],
+            case.v[:, kv],
+            case.pi_q[:, group],
+            case.pi_k[:, group],
+            config,
+            routing=routing,
+            impl="reference",
+        )
+        assert_close(whole[:, heads], alone, 1e-14)
+
+
+@pytest.mark.parametrize("routing", ["top1", "sparse"])
+def test_ties_go_to_the_lowest_index(routing):
+    case = Case(probabilities="tied", routing=routing, num_queries=20, num_keys=20)
+    tied = (case.pi_q == case.pi_q.amax(dim=-1, keepdim=True)).sum(dim=-1) > 1
+    assert tied.any()
+    lowest = [
+        F.one_hot(torch.tensor([[row.index(max(row)) for row in pi[0].tolist()]]), 3).double()
+        for pi in (case.pi_q, case.pi_k)
+    ]
+    by_hand = mosar_attention(
+        case.q, case.k, case.v, *lowest, SMALL, routing=routing, impl="reference"
+    )
+    assert torch.equal(reference(case)[0], by_hand)
+
+
+def test_one_hot_probabilities_make_soft_and_top1_the_same():
+    case = Case(probabilities="one-hot", num_queries=20, num_keys=20)
+    assert_close(reference(case)[0], reference(case, routing="top1")[0], 1e-14)
+    assert not torch.allclose(reference(case)[0], reference(case, routing="sparse")[0])
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_all_global_is_sdpa(routing):
+    case = Case(batch=2, kv_heads=2, heads_per_kv=3, num_queries=50, num_keys=50)
+    pi = forced_routing(SMALL, "G", 2, 50, dtype=torch.float64)
+    ours = mosar_attention(case.q, case.k, case.v, pi, pi, SMALL, routing=routing, impl="reference")
+    plain = F.scaled_dot_product_attention(case.q, case.k, case.v, is_causal=True, enable_gqa=True)
+    assert_close(ours, plain, 1e-13)
+
+
+def test_without_a_bias_distance_attention_is_sdpa():
+    case = Case(batch=2, kv_heads=2, heads_per_kv=3, num_queries=50, num_keys=50)
+    plain = F.scaled_dot_product_attention(case.q, case.k, case.v, is_causal=True, enable_gqa=True)
+    assert_close(distance_attention(case.q, case.k, case.v, impl="reference"), plain, 1e-13)
+
+
+def test_a_gate_table_of_one_regime_is_forced_routing():
+    case = Case(batch=2, kv_heads=2, num_queries=20, num_keys=20)
+    pi = forced_routing(SMALL, "M", 2, 20, dtype=torch.float64)
+    log_gate = WorthField(SMALL).kernel(torch.arange(20.0).double())[:, 1, 1].log()[None]
+    by_distance = distance_attention(case.q, case.k, case.v, log_gate=log_gate, impl="reference")
+    routed = mosar_attention(case.q, case.k, case.v, pi, pi, SMALL, impl="reference")
+    assert_close(by_distance, routed, 1e-14)
+
+
+def without_keys():
+    """The second query stands before every key; the first row has no valid key at all."""
+    case = Case(batch=2, kv_heads=2, heads_per_kv=2, num_queries=3, num_keys=4)
+    valid = torch.ones(2, 4, dtype=torch.bool)
+    valid[0] = False
+    placement = {
+        "key_valid": valid,
+        "key_positions": torch.arange(5, 9).expand(2, 4),
+        "query_positions": torch.tensor([[9, 2, 7]] * 2),
+    }
+    empty = torch.tensor([[True, True, True], [False, True, False]])
+    return case, placement, empty[:, None].expand(2, 4, 3)
+
+
+@pytest.mark.parametrize("routing", [*ROUTINGS, "distance"])
+def test_a_row_without_keys_is_zero_and_has_no_gradient(routing):
+    case, placement, empty = without_keys()
+    q, k, v, pi_q, pi_k = differentiable(*case.inputs)
+    if routing == "distance":
+        output, lse = distance_attention(
+            q, k, v, return_lse=True, impl="reference", **case.distance_bias("slopes"), **placement
+        )
+    else:
+        output, lse = mosar_attention(
+            q,
+            k,
+            v,
+            pi_q,
+            pi_k,
+            SMALL,
+            routing=routing,
+            return_lse=True,
+            impl="reference",
+            **placement,
+        )
+    assert torch.equal(output[empty], torch.zeros_like(output[empty]))
+    assert (lse[empty] == -math.inf).all()
+    assert lse[~empty].isfinite().all()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Anomaly Detection")
+        # Not even a NaN that a later step would clear.
+        with torch.autograd.detect_anomaly():
+            (output.square().sum() + lse[~empty].sum()).backward()
+    assert torch.equal(q.grad[empty], torch.zeros_like(q.grad[empty]))
+    assert (q.grad[~empty] != 0).any()
+    for tensor in (k, v):
+        assert tensor.grad.isfinite().all()
+        assert not tensor.grad[0].any()
+        assert tensor.grad[1].any()
+    if routing == "soft":
+        assert pi_q.grad.isfinite().all()
+        assert pi_k.grad.isfinite().all()
+        assert not pi_q.grad[0].any()
+
+
+def test_sparse_rows_may_be_empty_where_top1_rows_are_not():
+    case = Case(num_queries=1, num_keys=1)
+    pi = forced_routing(SMALL, "S", 1, 1, dtype=torch.float64)
+    far = {"query_positions": torch.tensor([[2]]), "key_positions": torch.tensor([[0]])}
+    outputs = {
+        routing: mosar_attention(
+            case.q, case.k, case.v, pi, pi, SMALL, routing=routing, impl="reference", **far
+        )
+        for routing in ("top1", "sparse")
+    }
+    assert not outputs["sparse"].any()
+    assert_close(outputs["top1"], case.v, 1e-14)
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+@pytest.mark.parametrize("routing", [*ROUTINGS, "distance"])
+def test_what_padded_slots_hold_does_not_matter(routing, poison):
+    case = Case(batch=2, kv_heads=2, heads_per_kv=2, num_keys=9, padding="holes", seed=1)
+    padded = ~case.key_valid[:, None, :, None]
+    assert padded.any()
+
+    def run(fill):
+        q, pi_q, pi_k = differentiable(case.q, case.pi_q, case.pi_k)
+        k, v = (x.masked_fill(padded, fill).requires_grad_() for x in (case.k, case.v))
+        if routing == "distance":
+            output = distance_attention(q, k, v, key_valid=case.key_valid, impl="reference")
+        else:
+            output = mosar_attention(
+                q,
+                k,
+                v,
+                pi_q,
+                pi_k,
+                SMALL,
+                routing=routing,
+                key_valid=case.key_valid,
+                impl="reference",
+            )
+        output.square().sum().backward()
+        gradients = [tensor.grad for tensor in (q, k, v, pi_q, pi_k) if tensor.grad is not None]
+        return [output, *gradients]
+
+    clean, poisoned = run(0.0), run(poison)
+    assert len(clean) == (6 if routing == "soft" else 4)
+    assert all(torch.equal(a, b) for a, b in zip(clean, poisoned, strict=True))
+    assert all(tensor.isfinite().all() for tensor in poisoned)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_soft_gradients(groups):
+    config = MoSARConfig(regimes=SMALL.regimes, routing_groups=groups, num_sinks=1)
+    case = Case(
+        config=config,
+        batch=2,
+        kv_heads=2,
+        heads_per_kv=2,
+        num_queries=3,
+        num_keys=4,
+        head_dim=2,
+        softcap=2.0,
+        padding="holes",
+    )
+
+    def attend(q, k, v, pi_q, pi_k):
+        # Gradcheck steps off the simplex by more than the operator would take: renormalise.
+        pi_q, pi_k = (pi / pi.sum(dim=-1, keepdim=True) for pi in (pi_q, pi_k))
+        return mosar_attention(
+            q, k, v, pi_q, pi_k, config, impl="reference", softcap=2.0, key_valid=case.key_valid
+        )
+
+    assert gradcheck(attend, differentiable(*case.inputs))
+
+
+@pytest.mark.parametrize("routing", ["top1", "sparse"])
+def test_hard_routing_gives_probabilities_no_gradient(routing):
+    case = Case(kv_heads=2, heads_per_kv=2, num_queries=3, num_keys=4, head_dim=2, routing=routing)
+    q, k, v, pi_q, pi_k = differentiable(*case.inputs)
+
+    def attend(q, k, v):
+        return mosar_attention(q, k, v, pi_q, pi_k, SMALL, routing=routing, impl="reference")
+
+    output = attend(q, k, v)
+    gradients = torch.autograd.grad(
+        output.square().sum(), (pi_q, pi_k), allow_unused=True, retain_graph=True
+    )
+    assert all(gradient is None or not gradient.any() for gradient in gradients)
+    assert gradcheck(attend, (q, k, v))
+
+
+def test_distance_gradients():
+    case = Case(kv_heads=1, heads_per_kv=2, num_queries=3, num_keys=4, head_dim=2)
+    bias = case.distance_bias("both")
+    outside = torch.arange(bias["log_gate"].shape[1]) == 1
+
+    def attend(q, k, v, log_gate, slopes):
+        log_gate = log_gate.masked_fill(outside, -math.inf)
+        return distance_attention(
+            q,
+            k,
+            v,
+            log_gate=log_gate,
+            slopes=slopes,
+            softcap=2.0,
+            window=2,
+            return_lse=True,
+            impl="reference",
+        )
+
+    finite = bias["log_gate"].nan_to_num(neginf=0.5)
+    assert gradcheck(attend, differentiable(case.q, case.k, case.v, finite, bias["slopes"]))
+
+
+def plain_attention(q, k, v, bias):
+    """softmax(q k^T / sqrt(D) + bias) v as plain torch computes it in the inputs' dtype."""
+    repeats = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
+    return torch.softmax(q @ k.mT * q.shape[-1] ** -0.5 + bias, dim=-1) @ v
+
+
+def value_and_gradients(attend, case, dtype):
+    """Output and gradients of q, k, v, all in float64 for comparison."""
+    q, k, v = differentiable(*(x.to(dtype) for x in (case.q, case.k, case.v)))
+    output = attend(q, k, v)
+    assert output.dtype == dtype
+    output.backward(torch.ones_like(output))
+    return [x.detach().double() for x in (output, q.grad, k.grad, v.grad)]
+
+
+@pytest.mark.parametrize("dtype", [*LOW_PRECISION, torch.float32])
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_error_stays_within_the_budget(routing, dtype):
+    case = Case(
+        dtype=dtype, batch=2, kv_heads=2, heads_per_kv=2, num_queries=64, num_keys=64, head_dim=32
+    )
+
+    def ours(q, k, v):
+        pi_q, pi_k = (pi.to(q.dtype) if q.dtype == torch.float64 else pi for pi in case.inputs[3:])
+        return mosar_attention(q, k, v, pi_q, pi_k, SMALL, routing=routing, impl="reference")
+
+    def plain(q, k, v):
+        pi_q, pi_k = case.pi_q.double(), case.pi_k.double()
+        if routing != "soft":
+            pi_q, pi_k = top1_routing(pi_q), top1_routing(pi_k)
+        layout = resolve_layout(2, 64, 64)
+        bias = WorthField(SMALL)(pi_q, pi_k, layout.distances()).bias
+        inside = layout.exists()
+        if routing == "sparse":
+            inside = build_hard_domain(*case.labels, SMALL).mask
+        bias = bias.masked_fill(~inside, -math.inf)
+        return plain_attention(q, k, v, bias[:, None].to(q.dtype))
+
+    exact = value_and_gradients(ours, case, torch.float64)
+    eps = torch.finfo(dtype).eps
+    for mine, theirs, true in zip(
+        value_and_gradients(ours, case, dtype),
+        value_and_gradients(plain, case, dtype),
+        exact,
+        strict=True,
+    ):
+        error, allowed = (mine - true).abs().max(), (theirs - true).abs().max()
+        assert error <= 2 * allowed + 4 * eps * true.abs().max()
+
+
+@pytest.mark.parametrize("dtype", LOW_PRECISION)
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_low_precision_is_rounded_only_once(routing, dtype):
+    """With accumulation in float32 the only visible error is that of the output's own dtype."""
+    case = Case(dtype=dtype, routing=routing, num_queries=64, num_keys=64, head_dim=32)
+    output, lse = reference(case)
+    exact, exact_lse = mosar_attention(
+        *(tensor.double() for tensor in case.inputs),
+        SMALL,
+        routing=routing,
+        return_lse=True,
+        impl="reference",
+    )
+    assert output.dtype == dtype
+    assert lse.dtype == torch.float32
+    error = (output.double() - exact).abs()
+    assert (error <= torch.finfo(dtype).eps / 2 * exact.abs() + 2e-6).all()
+    assert_close(lse, exact_lse, 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, *LOW_PRECISION])
+@pytest.mark.parametrize("kind", DISTANCE_BIASES)
+def test_distance_attention_keeps_the_dtype(kind, dtype):
+    case = Case(dtype=dtype, batch=2, kv_heads=2, num_queries=20, num_keys=20, seed=5)
+    output, lse = distance_reference(case, kind)
+    exact, exact_lse = distance_attention(
+        *(x.double() for x in (case.q, case.k, case.v)),
+        return_lse=True,
+        impl="reference",
+        **case.distance_bias(kind),
+    )
+    assert output.dtype == dtype
+    assert lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    error = (output.double() - exact).abs()
+    assert (error <= torch.finfo(dtype).eps / 2 * exact.abs() + 2e-6).all()
+    assert_close(lse, exact_lse, 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *LOW_PRECISION])
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_autocast_changes_nothing(routing, dtype):
+    case = Case(dtype=dtype, routing=routing, batch=2, num_queries=20, num_keys=20)
+    expected = reference(case)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output, lse = reference(case)
+        distance_output, _ = distance_reference(case, "slopes")
+    assert torch.equal(output, expected[0])
+    assert torch.equal(lse, expected[1])
+    assert torch.equal(distance_output, distance_reference(case, "slopes")[0])
+
+
+@given(cases())
+def test_inputs_are_left_as_they_were(case):
+    given_ = [
+        tensor
+        for tensor in (*case.inputs, *case.placement.values())
+        if isinstance(tensor, torch.Tensor)
+    ]
+    copies = [tensor.clone() for tensor in given_]
+    reference(case)
+    assert all(torch.equal(a, b) for a, b in zip(given_, copies, strict=True))
+
+
+GOOD = Case(batch=2, kv_heads=2, heads_per_kv=2, num_queries=5, num_keys=5, dtype=torch.float32)
+
+
+def zeros(*shape, dtype=torch.float32, device=None):
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def uniform(*shape, dtype=torch.float32):
+    return torch.full((*shape, 3), 1 / 3, dtype=dtype)
+
+
+WRONG_FOR_BOTH = [
+    ({"q": [[1.0]]}, "q must be a tensor, got list"),
+    ({"k": None}, "k must be a tensor, got NoneType"),
+    ({"q": zeros(4, 5, 4)}, r"q must be .*\[4, 5, 4\]"),
+    ({"v": zeros(2, 2, 0, 4)}, r"v must be .*\[2, 2, 0, 4\]"),
+    ({"q": zeros(2, 4, 5, 4, dtype=torch.int64)}, "q must be one of .*int64"),
+    ({"k": zeros(2, 2, 5, 4, dtype=torch.bfloat16)}, "q, k and v must have one dtype"),
+    ({"v": zeros(2, 2, 5, 4, dtype=torch.float64)}, "q, k and v must have one dtype"),
+    ({"k": zeros(2, 2, 5, 4, device="meta")}, "q, k and v must be on one device"),
+    ({"v": zeros(2, 2, 6, 4)}, r"k and v must have one shape"),
+    ({"q": zeros(1, 4, 5, 4)}, "q and k must agree in batch"),
+    ({"q": zeros(2, 4, 5, 8)}, "q and k must agree in .*head_dim"),
+    ({"q": zeros(2, 3, 5, 4)}, "3 heads of q .*2 heads of k"),
+    ({"q": zeros(2, 4, 6, 4)}, "T=6 > S=5; give query_positions"),
+    ({"scale": math.nan}, "scale .*nan"),
+    ({"scale": "1"}, "scale .*'1'"),
+    ({"scale": True}, "scale .*True"),
+    ({"softcap": 0.0}, r"softcap .*0\.0"),
+    ({"softcap": -1}, "softcap .*-1"),
+    ({"softcap": math.inf}, "softcap .*inf"),
+    ({"window": -1}, "window .*-1"),
+    ({"window": math.nan}, "window .*nan"),
+    ({"window": True}, "window .*True"),
+    ({"query_positions": torch.arange(5)}, "query_positions"),
+    ({"query_positions": zeros(2, 5)}, "query_positions .*float32"),
+    ({"query_positions": torch.full((2, 5), -2)}, "query_positions .*-2"),
+    ({"key_positions": torch.arange(4, -1, -1).expand(2, 5)}, "key_positions .*4 before 3"),
+    ({"key_positions": torch.arange(-1, 4).expand(2, 5)}, "key_positions .*-1"),
+    ({"key_valid": zeros(2, 5)}, "key_valid .*float32"),
+    ({"key_valid": torch.ones(5, dtype=torch.bool)}, "key_valid"),
+    ({"segment_ids": zeros(2, 5)}, "segment_ids .*float32"),
+    ({"segment_ids": zeros(2, 4, dtype=torch.int64)}, "segment_ids"),
+    ({"impl": "fastest"}, "impl .*'fastest'"),
+    ({"impl": None}, "impl .*None"),
+    ({"dropout": 0.1}, r"dropout=0\.1"),
+]
+WRONG_ROUTED = [
+    ({"config": None}, "config must be a MoSARConfig, got NoneType"),
+    ({"config": SMALL.to_dict()}, "config must be a MoSARConfig, got dict"),
+    ({"routing": "hard"}, "routing .*'hard'"),
+    ({"routing": None}, "routing .*None"),
+    ({"pi_q": [[1.0]]}, "pi_q must be a tensor, got list"),
+    ({"pi_q": uniform(2, 4)}, r"pi_q must be .*\[2, 4, 3\]"),
+    ({"pi_k": uniform(1, 5)}, r"pi_k must be .*\[1, 5, 3\]"),
+    ({"pi_k": torch.full((2, 5, 2), 0.5)}, r"pi_k must be .*\[2, 5, 2\]"),
+    ({"pi_q": torch.full((3,), 1 / 3)}, "pi_q must be"),
+    ({"pi_q": uniform(2, 3, 5), "pi_k": uniform(2, 3, 5)}, "pi_q has 3 routing groups"),
+    ({"pi_q": uniform(2, 4, 5), "pi_k": uniform(2, 4, 5)}, "pi_q has 4 routing groups"),
+    ({"pi_q": uniform(2, 2, 5)}, "pi_q and pi_k must have the same routing groups"),
+    ({"pi_q": uniform(2, 5, dtype=torch.bfloat16)}, "pi_q must be float32 .*bfloat16"),
+    ({"pi_k": uniform(2, 5, dtype=torch.float16)}, "pi_k must be float32 .*float16"),
+    ({"pi_k": uniform(2, 5).to("meta")}, "pi_k must be on the device of q"),
+    ({"pi_q": 2 * uniform(2, 5)}, "pi_q must hold probabilities"),
+    ({"pi_k": torch.tensor([1.5, -0.5, 0.0]).expand(2, 5, 3)}, "pi_k must hold probabilities"),
+    ({"pi_k": math.nan * uniform(2, 5)}, "pi_k must hold probabilities"),
+]
+WRONG_DISTANCE = [
+    ({"slopes": [0.5] * 4}, "slopes must be a tensor, got list"),
+    ({"slopes": zeros(3)}, r"slopes .*\[4\], got \[3\]"),
+    ({"slopes": zeros(4, dtype=torch.int64)}, "slopes .*int64"),
+    ({"slopes": zeros(4, device="meta")}, "slopes .*device"),
+    ({"log_gate": [[0.0] * 5]}, "log_gate must be a tensor, got list"),
+    ({"log_gate": zeros(5)}, r"log_gate .*\[5\]"),
+    ({"log_gate": zeros(2, 5)}, r"log_gate .*\[2, 5\]"),
+    ({"log_gate": zeros(1, 0)}, "log_gate"),
+    ({"log_gate": zeros(1, 5, dtype=torch.int64)}, "log_gate .*int64"),
+    ({"log_gate": zeros(1, 5, device="meta")}, "log_gate .*device"),
+    ({"log_gate": zeros(1, 4)}, "log_gate .*up to 3, .*distance 4"),
+    ({"log_gate": zeros(1, 2), "window": 2}, "log_gate .*up to 1, .*distance 2"),
+]
+
+
+@pytest.mark.parametrize(("changes", "match"), WRONG_FOR_BOTH + WRONG_ROUTED)
+def test_wrong_input_of_mosar_attention_is_named(changes, match):
+    names = ("q", "k", "v", "pi_q", "pi_k")
+    good = dict(zip(names, GOOD.inputs, strict=True)) | {"config": SMALL}
+    mosar_attention(**good)
+    with pytest.raises(ValueError, match=match):
+        mosar_attention(**(good | changes))
+
+
+@pytest.mark.parametrize(("changes", "match"), WRONG_FOR_BOTH + WRONG_DISTANCE)
+def test_wrong_input_of_distance_attention_is_named(changes, match):
+    good = {"q": GOOD.q, "k": GOOD.k, "v": GOOD.v}
+    distance_attention(**good)
+    with pytest.raises(ValueError, match=match):
+        distance_attention(**(good | changes))
+
+
+def test_segments_need_the_queries_among_the_keys():
+    q = zeros(2, 4, 6, 4)
+    with pytest.raises(ValueError, match="segment_ids"):
+        distance_attention(
+            q,
+            GOOD.k,
+            GOOD.v,
+            query_positions=torch.zeros(2, 6, dtype=torch.long),
+            segment_ids=torch.zeros(2, 5, dtype=torch.long),
+        )
+
+
+@pytest.mark.parametrize("window", [2, 2.7])
+def test_a_window_bounds_the_gate_table(window):
+    output = distance_attention(
+        GOOD.q, GOOD.k, GOOD.v, log_gate=zeros(1, 3), window=window, impl="reference"
+    )
+    plain = distance_attention(GOOD.q, GOOD.k, GOOD.v, window=2, impl="reference")
+    assert torch.equal(output, plain)
+
+
+def test_a_gate_table_need_not_cover_pairs_that_do_not_exist():
+    placement = {
+        "query_positions": torch.tensor([[50, 51, 52, 53, 54]] * 2),
+        "key_positions": torch.tensor([[0, 1, 2, 53, 54]] * 2),
+        "window": 20,
+    }
+    output, lse = distance_attention(
+        GOOD.q,
+        GOOD.k,
+        GOOD.v,
+        log_gate=zeros(1, 2),
+        return_lse=True,
+        impl="reference",
+        **placement,
+    )
+    assert output.isfinite().all()
+    assert (lse[:, :, :3] == -math.inf).all()

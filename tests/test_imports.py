@@ -1,0 +1,65 @@
+"""What `import mosar` offers and loads, and which way the arrows between its parts point."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import mosar
+from source_imports import imports_of
+
+PUBLIC = (
+    "MoSARConfig",
+    "Regime",
+    "mosar_attention",
+    "distance_attention",
+    "pair_geometry",
+    "RegimeKernel",
+    "PostPositionRouter",
+    "WorthField",
+    "build_hard_domain",
+    "normalized_reach_cost",
+    "MoSARReferenceAttention",
+)
+HEAVY = ("transformers", "matplotlib", "triton", "typer", "rich")
+# Third-party modules and parts of mosar that each part may import, besides the standard library.
+MAY_IMPORT = {
+    "core": {"torch", "mosar.core"},
+    "kernels": {"torch", "triton", "mosar.core", "mosar.kernels"},
+}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_names(name):
+    assert name in mosar.__all__
+    assert getattr(mosar, name).__doc__
+
+
+def test_everything_public_exists():
+    assert all(hasattr(mosar, name) for name in mosar.__all__)
+
+
+def test_import_is_light():
+    program = "import json, sys, mosar; print(json.dumps(sorted(sys.modules)))"
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    loaded = {name.split(".")[0] for name in json.loads(result.stdout)}
+    assert "mosar" in loaded
+    assert loaded.isdisjoint(HEAVY)
+
+
+@pytest.mark.parametrize("part", [part for part in MAY_IMPORT if imports_of(part)])
+def test_imports_point_towards_the_core(part):
+    for file, names in imports_of(part).items():
+        for name in names:
+            allowed = name.split(".")[0] in sys.stdlib_module_names or any(
+                name == target or name.startswith(f"{target}.") for target in MAY_IMPORT[part]
+            )
+            assert allowed, f"{file} imports {name}"
+
+
+def test_fast_paths_do_not_import_the_reference():
+    for file, names in imports_of("kernels").items():
+        assert not any("reference" in name for name in names), file

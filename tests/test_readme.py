@@ -1,0 +1,99 @@
+"""The documents keep their word: code runs, commands exist, links lead somewhere."""
+
+import contextlib
+import inspect
+import io
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import mosar
+from mosar import attention
+from mosar.cli import app
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks(language):
+    """Each fenced block of a language as a parameter: its text, named by file and line."""
+    for document in DOCUMENTS:
+        text = document.read_text(encoding="utf-8")
+        for match in re.finditer(rf"^```{language}\n(.*?)^```$", text, re.M | re.S):
+            line = text.count("\n", 0, match.start()) + 1
+            yield pytest.param(match[1], id=f"{document.name}:{line}")
+
+
+def commands():
+    """Each line of the bash blocks as a parameter."""
+    for block in blocks("bash"):
+        for command in block.values[0].splitlines():
+            yield pytest.param(shlex.split(command), id=f"{block.id} {command}")
+
+
+@pytest.mark.parametrize("code", list(blocks("python")))
+def test_python_block_runs(code):
+    with contextlib.redirect_stdout(io.StringIO()):
+        exec(compile(code, "<document>", "exec"), {"__name__": "__document__"})
+
+
+@pytest.mark.parametrize("command", list(commands()))
+def test_command_works(command, tmp_path, monkeypatch):
+    program, *arguments = command
+    if program == "make":
+        if shutil.which("make") is None:
+            pytest.skip("make is not installed")
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("MAKE")}
+        subprocess.run(
+            ["make", "-n", *arguments], cwd=ROOT, env=environment, check=True, capture_output=True
+        )
+        return
+    assert program == "mosar", f"no check for the command {shlex.join(command)}"
+    monkeypatch.chdir(tmp_path)
+    if arguments[0] == "figure":
+        out = Path(arguments[arguments.index("--out") + 1])
+        out.parent.mkdir(parents=True, exist_ok=True)
+        result = CliRunner().invoke(app, arguments)
+        assert out.stat().st_size > 0
+    else:
+        result = CliRunner().invoke(app, [*arguments, "--help"])
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_relative_links_lead_somewhere(document):
+    text = re.sub(r"^```.*?^```$", "", document.read_text(encoding="utf-8"), flags=re.M | re.S)
+    for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", text):
+        assert (document.parent / target).exists(), f"{document.name} links to {target}"
+
+
+def test_readme_names_everything_public():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    missing = [name for name in mosar.__all__ if name != "__version__" and f"`{name}`" not in text]
+    assert not missing
+
+
+@pytest.mark.parametrize("operator", [mosar.mosar_attention, mosar.distance_attention])
+def test_operators_page_names_every_argument(operator):
+    text = (ROOT / "docs" / "operators.md").read_text(encoding="utf-8")
+    missing = [name for name in inspect.signature(operator).parameters if f"`{name}`" not in text]
+    assert not missing
+
+
+def test_operators_page_names_every_implementation():
+    text = (ROOT / "docs" / "operators.md").read_text(encoding="utf-8")
+    assert not [name for name in attention.IMPLEMENTATIONS if f'| `"{name}"` |' not in text]
+
+
+def test_public_names_resolve_and_are_listed():
+    for name in mosar.__all__:
+        assert getattr(mosar, name) is not None
+    assert dir(mosar) == sorted(mosar.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = mosar.nothing

@@ -1,0 +1,122 @@
+"""docs/traceability.md tells the truth: what it names exists, what it calls planned does not."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "traceability.md").read_text(encoding="utf-8")
+MATRIX_COLUMNS = 5
+NUM_MATRIX_OBJECTS, NUM_STATEMENTS = 17, 18
+
+
+def table(heading):
+    """The rows of the table below a heading, as lists of cells, without its two head lines."""
+    section = re.split(rf"^## {heading}$", PAGE, flags=re.M)[1].split("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines[2:]]
+
+
+MATRIX, CHECKLIST = table("The matrix"), table("The checklist")
+
+
+def quoted(cell):
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def definitions(path):
+    """Names a Python file defines: functions, classes, "Class.method", assigned names."""
+    names = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef):
+            names |= {
+                f"{node.name}.{item.name}"
+                for item in node.body
+                if isinstance(item, ast.FunctionDef)
+            }
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign):
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return names
+
+
+def missing_tests(cell):
+    """What is wrong with a cell of tests, each written as `file::name`."""
+    problems = [] if quoted(cell) else [f"no test named in {cell!r}"]
+    for test in quoted(cell):
+        file, _, name = test.partition("::")
+        if not (ROOT / file).is_file():
+            problems.append(f"no file {file}")
+        elif name not in definitions(ROOT / file):
+            problems.append(f"no test {test}")
+    return problems
+
+
+def wrong_with(row):
+    """What is wrong with a row of the matrix."""
+    if len(row) != MATRIX_COLUMNS:
+        return [f"{len(row)} cells in {row}"]
+    _, file_cell, symbol_cell, test_cell, _ = row
+    (file,) = quoted(file_cell)
+    if file.startswith("planned: "):
+        planned = file.removeprefix("planned: ")
+        if not planned.startswith("src/mosar/"):
+            return [f"{planned} is not a module of mosar"]
+        return [f"{planned} is there, yet planned"] if (ROOT / planned).exists() else []
+    if not (ROOT / file).is_file():
+        return [f"no file {file}"]
+    symbols = quoted(symbol_cell)
+    problems = [] if symbols else [f"no symbol named for {file}"]
+    problems += [f"no {name} in {file}" for name in symbols if name not in definitions(ROOT / file)]
+    return problems + missing_tests(test_cell)
+
+
+@pytest.mark.parametrize("row", MATRIX, ids=[row[0] for row in MATRIX])
+def test_row_of_the_matrix_is_true(row):
+    assert not wrong_with(row)
+
+
+def test_the_matrix_has_every_object_of_the_paper():
+    objects = {row[0].split(" (")[0] for row in MATRIX}
+    assert len(objects) == NUM_MATRIX_OBJECTS
+
+
+@pytest.mark.parametrize("row", CHECKLIST, ids=[f"statement {row[0]}" for row in CHECKLIST])
+def test_statement_has_its_test(row):
+    _, statement, test_cell = row
+    assert statement
+    assert not missing_tests(test_cell)
+
+
+def test_every_statement_has_a_test_of_its_own():
+    assert [row[0] for row in CHECKLIST] == [str(i + 1) for i in range(NUM_STATEMENTS)]
+    named = [quoted(row[2])[0] for row in CHECKLIST]
+    assert len(set(named)) == NUM_STATEMENTS
+    file = "tests/core/test_checklist.py"
+    written = {f"{file}::{name}" for name in definitions(ROOT / file) if name.startswith("test_")}
+    assert written <= {test for row in CHECKLIST for test in quoted(row[2])}
+
+
+@pytest.mark.parametrize(
+    ("file", "symbol", "test", "problem"),
+    [
+        ("`src/mosar/none.py`", "`f`", "", "no file src/mosar/none.py"),
+        ("`src/mosar/version.py`", "`none`", "", "no none in src/mosar/version.py"),
+        ("`src/mosar/version.py`", "", "", "no symbol named for src/mosar/version.py"),
+        ("`src/mosar/version.py`", "`__version__`", "", "no test named in ''"),
+        ("`src/mosar/version.py`", "`__version__`", "`none.py::f`", "no file none.py"),
+        (
+            "`src/mosar/version.py`",
+            "`__version__`",
+            "`tests/test_cli.py::test_none`",
+            "no test tests/test_cli.py::test_none",
+        ),
+        ("`planned: later`", "–", "–", "later is not a module of mosar"),
+        ("`planned: src/mosar/core/`", "–", "–", "src/mosar/core/ is there, yet planned"),
+    ],
+)
+def test_a_false_row_is_found(file, symbol, test, problem):
+    assert problem in wrong_with(["object", file, symbol, test, "condition"])
