@@ -7,7 +7,7 @@ TORCH := torch==2.13.0
 STAMP := $(VENV)/.mosar-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test check figures clean
+.PHONY: help setup test check bench figures clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,6 +33,11 @@ check: setup ## what CI runs: ruff, format, pyright, tests
 	$(PY) -m ruff format --check .
 	$(PY) -m pyright
 	@$(MAKE) --no-print-directory test
+
+bench: setup ## measure attention: a table, and runs/bench/attention.{jsonl,png}; takes minutes
+	@mkdir -p runs/bench
+	$(VENV)/bin/mosar bench attention --json runs/bench/attention.jsonl \
+		--plot runs/bench/attention.png
 
 figures: setup ## redraw docs/images
 	$(VENV)/bin/mosar figure decay-kernels --out docs/images/decay_kernels.png

@@ -22,9 +22,11 @@ from mosar import MoSARConfig, Regime, distance_attention, mosar_attention
 
 ROUTINGS = ("soft", "top1", "sparse")
 POSITIONS = ("default", "counted", "gaps")
-PADDINGS = ("none", "left", "holes")
+PADDINGS = ("none", "left", "right", "holes")
 SEGMENTS = ("none", "packed", "interleaved")
 PROBABILITIES = ("mixed", "one-hot", "tied")
+# All tokens of the first regime, all of the last, and all of the first but one of the last.
+FORCED = ("first", "last", "lone")
 DISTANCE_BIASES = ("none", "log_gate", "log_gate_per_head", "slopes", "both")
 # (key/value heads, query heads per key/value head)
 HEADS = ((1, 1), (1, 2), (2, 1), (1, 3), (3, 1), (2, 2), (4, 1), (2, 3), (1, 8))
@@ -124,7 +126,8 @@ class Case:
         if self.padding == "holes":
             return self._integers("padding", 0, 4, shape) > 0
         padded = self._integers("padding", 0, self.num_keys + 1, (self.batch, 1))
-        return torch.arange(self.num_keys)[None] >= padded
+        valid = torch.arange(self.num_keys)[None] >= padded
+        return valid if self.padding == "left" else valid.flip(1)
 
     @cached_property
     def segment_ids(self) -> Tensor | None:
@@ -172,7 +175,8 @@ class Case:
         return (self.batch, self.kv_heads, self.num_keys, self.head_dim)
 
     def _stream(self, name: str) -> torch.Generator:
-        return torch.Generator().manual_seed(self.seed * 2**32 + zlib.crc32(name.encode()))
+        # The generator takes 32 bits of its seed.
+        return torch.Generator().manual_seed(zlib.crc32(f"{self.seed} {name}".encode()))
 
     def _normal(self, name: str, shape: tuple[int, ...]) -> Tensor:
         return torch.randn(shape, generator=self._stream(name), dtype=torch.float64)
@@ -184,7 +188,13 @@ class Case:
         groups, regimes = self.config.routing_groups, self.config.num_regimes
         group_axis = (groups,) if groups > 1 or self.group_axis else ()
         shape = (self.batch, *group_axis, length, regimes)
-        if self.probabilities == "tied":
+        if self.probabilities in FORCED:
+            labels = torch.zeros(shape[:-1], dtype=torch.long)
+            labels[..., length // 3 if self.probabilities == "lone" else slice(None)] = regimes - 1
+            if self.probabilities == "first":
+                labels.zero_()
+            pi = F.one_hot(labels, regimes)
+        elif self.probabilities == "tied":
             weights = self._integers(name, 1, 3, shape).double()
             pi = weights / weights.sum(dim=-1, keepdim=True)
         else:

@@ -31,7 +31,10 @@ def test_version():
     assert (result.exit_code, result.stdout) == (0, f"mosar {__version__}\n")
 
 
-@pytest.mark.parametrize("command", [(), ("figure",), ("figure", "decay-kernels")])
+COMMANDS = [(), ("figure",), ("figure", "decay-kernels"), ("bench",), ("bench", "attention")]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_help_shows_an_example(command):
     result = run(*command, "--help")
     assert result.exit_code == 0
@@ -43,7 +46,8 @@ def test_help_does_not_load_torch():
         "import sys\n"
         "from typer.testing import CliRunner\n"
         "from mosar.cli import app\n"
-        "assert CliRunner().invoke(app, ['--help']).exit_code == 0\n"
+        "for command in [], ['figure'], ['bench', 'attention']:\n"
+        "    assert CliRunner().invoke(app, [*command, '--help']).exit_code == 0\n"
         "assert not {'torch', 'matplotlib', 'transformers'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

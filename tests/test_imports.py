@@ -27,6 +27,11 @@ HEAVY = ("transformers", "matplotlib", "triton", "typer", "rich")
 MAY_IMPORT = {
     "core": {"torch", "mosar.core"},
     "kernels": {"torch", "triton", "mosar.core", "mosar.kernels"},
+    "report": {"torch", "matplotlib", "mosar.core", "mosar.records"},
+    "bench": {
+        *("torch", "numpy", "rich", "mosar.attention", "mosar.bench", "mosar.core"),
+        *("mosar.kernels", "mosar.records"),
+    },
 }
 
 

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -61,9 +62,23 @@ def test_command_works(command, tmp_path, monkeypatch):
         out.parent.mkdir(parents=True, exist_ok=True)
         result = CliRunner().invoke(app, arguments)
         assert out.stat().st_size > 0
+    elif arguments[0] == "bench":
+        result = CliRunner().invoke(app, make_tiny(arguments))
     else:
         result = CliRunner().invoke(app, [*arguments, "--help"])
     assert result.exit_code == 0, result.output
+
+
+def make_tiny(arguments):
+    """A benchmark's arguments with a problem so small that it runs at once; files beside it."""
+    for option, path in zip(arguments, map(Path, arguments[1:]), strict=False):
+        if option in ("--json", "--plot"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        elif option == "--labels" and path.suffix == ".npz":
+            np.savez(path, labels_q=np.zeros(40, dtype=int), labels_k=np.zeros(40, dtype=int))
+    # What is said last counts.
+    tiny = "--shapes 2x1x8 --lengths 40 --competitors sdpa,ours --memory none --seconds 0.001"
+    return [*arguments, *tiny.split()]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

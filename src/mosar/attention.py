@@ -10,6 +10,8 @@ Gr routing groups (a divisor of Hkv). Query head h reads key/value head h // (Hq
 from __future__ import annotations
 
 import math
+import warnings
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -18,10 +20,11 @@ from torch import Tensor
 from mosar.core.config import MoSARConfig
 from mosar.core.layout import Layout, can_check_values, resolve_layout
 from mosar.core.reference_attention import reference_distance_attention, reference_mosar_attention
+from mosar.core.routers import top1_routing
 
 Routing = Literal["soft", "top1", "sparse"]
 ROUTINGS = ("soft", "top1", "sparse")
-IMPLEMENTATIONS = ("auto", "reference")
+IMPLEMENTATIONS = ("auto", "reference", "native", "tiled")
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 # How far a row of routing probabilities may be from a simplex; a bf16 softmax is farther than this.
 _SIMPLEX_TOLERANCE = 1e-3
@@ -87,11 +90,25 @@ def mosar_attention(
         segment_ids=segment_ids,
     )
     _check_routing_probabilities(q, k, pi_q, pi_k, config)
-    _check_impl(impl)
-    result = reference_mosar_attention(
-        q, k, v, pi_q, pi_k, config, layout, routing=routing, scale=scale, softcap=softcap
-    )
-    return (result.output, result.lse) if return_lse else result.output
+    impl = _choose_implementation(impl, q, k)
+    options = {"scale": scale, "softcap": softcap}
+    if impl == "reference":
+        result = reference_mosar_attention(
+            q, k, v, pi_q, pi_k, config, layout, routing=routing, **options
+        )
+        output, lse = result.output, result.lse
+    else:
+        kernels = _kernels(impl)
+        if routing == "sparse":
+            labels_q, labels_k = pi_q.detach().argmax(dim=-1), pi_k.detach().argmax(dim=-1)
+            output, lse = kernels.sparse_attention(
+                q, k, v, labels_q, labels_k, config, layout, **options
+            )
+        else:
+            if routing == "top1":
+                pi_q, pi_k = top1_routing(pi_q), top1_routing(pi_k)
+            output, lse = kernels.worth_attention(q, k, v, pi_q, pi_k, config, layout, **options)
+    return (output, lse) if return_lse else output
 
 
 def distance_attention(
@@ -132,8 +149,16 @@ def distance_attention(
         segment_ids=segment_ids,
     )
     _check_distance_bias(q, layout, log_gate, slopes)
-    _check_impl(impl)
-    output, lse = reference_distance_attention(
+    learned = [
+        name
+        for name, bias in (("log_gate", log_gate), ("slopes", slopes))
+        if bias is not None and bias.requires_grad and torch.is_grad_enabled()
+    ]
+    impl = _choose_implementation(impl, q, k, learned)
+    attend = (
+        reference_distance_attention if impl == "reference" else _kernels(impl).distance_attention
+    )
+    output, lse = attend(
         q, k, v, layout, log_gate=log_gate, slopes=slopes, scale=scale, softcap=softcap
     )
     return (output, lse) if return_lse else output
@@ -219,13 +244,14 @@ def _check_routing_probabilities(
             raise ValueError(f"{name} must be on the device of q, {q.device}, got {pi.device}")
         if can_check_values(pi):
             values = pi.detach()
-            off = (values.sum(dim=-1) - 1).abs()
+            smallest, largest = torch.aminmax(values.sum(dim=-1))
+            off = max(1 - float(smallest), float(largest) - 1)
             lowest = float(values.min())
             # Written so that NaN fails too.
-            if not (lowest >= -_SIMPLEX_TOLERANCE and float(off.max()) <= _SIMPLEX_TOLERANCE):
+            if not (lowest >= -_SIMPLEX_TOLERANCE and off <= _SIMPLEX_TOLERANCE):
                 raise ValueError(
                     f"{name} must hold probabilities: rows >= 0 that sum to 1; got a smallest "
-                    f"entry of {lowest:.4g} and a sum off by {float(off.max()):.4g}; logits?"
+                    f"entry of {lowest:.4g} and a sum off by {off:.4g}; logits?"
                 )
     if pi_q.shape[:-2] != pi_k.shape[:-2]:
         raise ValueError(
@@ -265,6 +291,56 @@ def _check_distance_bias(
             )
 
 
-def _check_impl(impl: str) -> None:
+# Below this many pairs the dense reference is quicker than tiling with torch operators.
+_FEW_PAIRS = 512 * 512
+
+
+def _choose_implementation(
+    impl: str, q: Tensor, k: Tensor, learned: list[str] | None = None
+) -> str:
+    """The implementation that serves; "auto" chooses, a named one that cannot serve is refused."""
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl must be one of {IMPLEMENTATIONS}, got {impl!r}")
+    if impl in ("native", "auto"):
+        obstacle = None
+        if q.device.type != "cpu":
+            obstacle = f"it runs on the CPU, and q is on {q.device}"
+        elif q.dtype == torch.float64:
+            obstacle = "it computes in float32, and q is float64"
+        elif learned:
+            obstacle = f"it gives no gradient to {' and '.join(learned)}"
+        else:
+            obstacle = _native_obstacle()
+        if obstacle is None:
+            return "native"
+        if impl == "native":
+            raise ValueError(f"impl='native' cannot serve: {obstacle}; use impl='auto'")
+        return "reference" if q.shape[2] * k.shape[2] <= _FEW_PAIRS else "tiled"
+    return impl
+
+
+@lru_cache(maxsize=1)
+def _native_obstacle() -> str | None:
+    """Why the native kernels cannot be had on this machine, said once; None where they can."""
+    from mosar.kernels.build import NativeBuildError
+    from mosar.kernels.native import load_operators
+
+    try:
+        load_operators()
+    except (NativeBuildError, OSError) as error:
+        warnings.warn(
+            f"mosar runs on torch operators alone, which is slower: {error}", stacklevel=2
+        )
+        return str(error)
+    return None
+
+
+def _kernels(impl: str):
+    """The module of an implementation, imported when it is first used."""
+    if impl == "native":
+        from mosar.kernels import native
+
+        return native
+    from mosar.kernels import tiled
+
+    return tiled

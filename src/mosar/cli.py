@@ -33,6 +33,12 @@ app.add_typer(
     name="figure",
     help="Draw a figure.\n\nExample: mosar figure decay-kernels --out kernels.png",
 )
+bench_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(
+    bench_app,
+    name="bench",
+    help="Measure speed and memory.\n\nExample: mosar bench attention --lengths 2048,8192",
+)
 
 
 class CommandFailed(Exception):
@@ -105,19 +111,156 @@ def decay_kernels(
             geometry = replace(geometry, **changes)
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
-        try:
-            from mosar.report.figures import FORMATS, draw_decay_kernels, render_figure
-        except ModuleNotFoundError as error:
-            if (error.name or "").partition(".")[0] != "matplotlib":
-                raise
-            raise CommandFailed(
-                'figures need matplotlib, which is not installed: pip install "mosar[report]"'
-            ) from None
-        suffix = out.suffix.lower().removeprefix(".")
-        if suffix not in FORMATS:
-            known = ", ".join(f".{name}" for name in FORMATS)
-            raise CommandFailed(f"--out must end in one of {known}, got {str(out)!r}")
+        suffix = _figure_suffix("--out", out)
+        from mosar.report.figures import draw_decay_kernels, render_figure
+
         _write_whole(out, render_figure(draw_decay_kernels(geometry, max_distance), suffix))
+
+
+@bench_app.command("attention")
+def bench_attention(
+    mode: Annotated[
+        str,
+        typer.Option(help="Some of sparse, sparse-train, soft-train, distance-train."),
+    ] = "sparse",
+    shapes: Annotated[
+        str, typer.Option(help="Query heads x key/value heads x head dim.")
+    ] = "8x1x256,8x8x64,9x3x64",
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            help="Tokens. By default 256 to 8192 for sparse, 2048,8192 for sparse-train, else 2048."
+        ),
+    ] = None,
+    competitors: Annotated[
+        str | None,
+        typer.Option(
+            help="Some of sdpa, reference, flex, flex-sorted, ours. By default all; compiling "
+            "FlexAttention takes ten seconds a length, so only from 1024 to 4096 tokens."
+        ),
+    ] = None,
+    labels: Annotated[
+        str,
+        typer.Option(
+            help="independent or clustered (the paper's shares at 8k), or FILE.npz with integer "
+            "arrays labels_q and labels_k."
+        ),
+    ] = "independent",
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Tokens at which peak memory is measured, or none. By default 8192, or the "
+            "largest of --lengths up to it."
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of labels, queries, keys and values.")] = 0,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Threads of torch; by default as torch chooses.")
+    ] = None,
+    seconds: Annotated[
+        float, typer.Option(help="About how long a row is timed; 5 to 30 rounds in any case.")
+    ] = 10.0,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="A MoSARConfig as JSON; by default the paper's geometry."),
+    ] = None,
+    json: Annotated[
+        Path | None, typer.Option(help="Append a record a row to this file, as it is measured.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw speed-up against length: .png, .svg or .pdf.")
+    ] = None,
+) -> None:
+    """Time attention side by side: dense SDPA, FlexAttention, our reference, ours.
+
+    All in one run, interleaved. Ours is checked against float64 first; a wrong result gets no
+    speed-up, and the exit code 1. Options that take several values take them with commas.
+
+    Example: mosar bench attention
+
+    Example: mosar bench attention --lengths 4096,8192,16384 --competitors sdpa,ours
+
+    Example: mosar bench attention --mode soft-train,distance-train --shapes 8x1x256
+
+    Example: mosar bench attention --labels clustered --json bench.jsonl --plot speedup.png
+    """
+    with _one_line_errors():
+        geometry = _load_config(config, None)
+        import torch
+
+        from mosar.bench.attention import AttentionBenchmarkSettings
+        from mosar.bench.cases import Shape
+        from mosar.bench.terminal import show_attention_benchmark
+
+        try:
+            settings = AttentionBenchmarkSettings(
+                modes=_listed(mode),
+                shapes=tuple(Shape.parse(shape) for shape in _listed(shapes)),
+                lengths=None if lengths is None else _numbers("--lengths", lengths),
+                memory_lengths=_memory_lengths(memory),
+                competitors=None if competitors is None else _listed(competitors),
+                labels=labels,
+                seed=seed,
+                seconds=seconds,
+                config=geometry,
+            )
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+        # A long run must not end in a file that cannot be written.
+        suffix = None if plot is None else _figure_suffix("--plot", plot)
+        for path in (path for path in (json, plot) if path is not None):
+            if not path.absolute().parent.is_dir():
+                raise CommandFailed(f"cannot write {path}: its folder does not exist")
+        if threads is not None:
+            torch.set_num_threads(threads)
+        try:
+            records = show_attention_benchmark(settings, json)
+        except OSError as error:
+            reason = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+            raise CommandFailed(reason) from None
+        except (ValueError, RuntimeError) as error:
+            raise CommandFailed(str(error)) from None
+        if plot is not None and any(record.speedup is not None for record in records):
+            from mosar.report.figures import draw_speedup, render_figure
+
+            _write_whole(plot, render_figure(draw_speedup(records), suffix or ""))
+        wrong = [record for record in records if not record.correct]
+        if wrong:
+            raise CommandFailed(f"{len(wrong)} of {len(records)} rows gave a wrong result")
+
+
+def _listed(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _numbers(option: str, text: str) -> tuple[int, ...]:
+    parts = _listed(text)
+    if not parts or not all(part.isdecimal() for part in parts):
+        raise ValueError(f"{option} takes numbers like 2048,8192, got {text!r}")
+    return tuple(int(part) for part in parts)
+
+
+def _memory_lengths(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    return () if text == "none" else _numbers("--memory", text)
+
+
+def _figure_suffix(option: str, path: Path) -> str:
+    """The format that a figure's file name asks for."""
+    try:
+        from mosar.report.figures import FORMATS
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "matplotlib":
+            raise
+        raise CommandFailed(
+            'figures need matplotlib, which is not installed: pip install "mosar[report]"'
+        ) from None
+    suffix = path.suffix.lower().removeprefix(".")
+    if suffix not in FORMATS:
+        known = ", ".join(f".{name}" for name in FORMATS)
+        raise CommandFailed(f"{option} must end in one of {known}, got {str(path)!r}")
+    return suffix
 
 
 def _load_config(path: Path | None, length: int | None) -> MoSARConfig:

@@ -1,13 +1,17 @@
-"""The figure of the decay kernels shows the gates that the core computes, and nothing else."""
+"""Figures show what the core computes and what records hold, and nothing else."""
 
 import pytest
 import torch
 from matplotlib.figure import Figure
 
+from benchmark_records import make_benchmark, make_wrong_benchmark
 from mosar import MoSARConfig, Regime, RegimeKernel
+from mosar.records import Measurement
 from mosar.report.figures import (
     FORMATS,
+    break_even,
     draw_decay_kernels,
+    draw_speedup,
     pair_colours,
     pair_name,
     regime_pairs,
@@ -88,3 +92,49 @@ def test_bad_input():
         draw_decay_kernels(MoSARConfig(), max_distance=0)
     with pytest.raises(ValueError, match=r"format must be one of .* got 'gif'"):
         render_figure(draw_decay_kernels(MoSARConfig()), "gif")
+
+
+def benchmark_of(length, speedup, **changes):
+    measurements = {
+        "sdpa": Measurement(samples_ms=(speedup,)),
+        "ours": Measurement(samples_ms=(1.0,)),
+    }
+    return make_benchmark(length=length, measurements=measurements, **changes)
+
+
+def test_speedup_lines_show_the_records():
+    records = [benchmark_of(n, s) for n, s in ((4096, 4.0), (1024, 0.5), (2048, 2.0))]
+    records += [benchmark_of(1024, 3.0, heads=4), make_wrong_benchmark(length=512)]
+    (axes,) = draw_speedup(records).axes
+    lines = {line.get_gid(): line for line in axes.lines}
+    line = lines["speedup-8x1x256"]
+    assert line.get_xdata().tolist() == [1024, 2048, 4096]
+    assert line.get_ydata().tolist() == [0.5, 2.0, 4.0]
+    assert lines["speedup-4x1x256"].get_xdata().tolist() == [1024]
+    assert lines["ideal"].get_ydata() == pytest.approx([10, 10, 10])
+    assert lines["break-even-8x1x256"].get_xdata() == pytest.approx([1024 * 2**0.5])
+    assert "break-even-4x1x256" not in lines
+    labels = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert "8x1x256: faster from 1448" in labels
+    assert "4x1x256: faster from 1024 or less" in labels
+    assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
+
+
+def test_speedup_has_a_panel_a_mode():
+    modes = ("sparse", "sparse-train")
+    figure = draw_speedup([benchmark_of(n, 0.5, mode=mode) for mode in modes for n in (64, 128)])
+    assert [axes.get_title(loc="left").split(",")[0] for axes in figure.axes] == list(modes)
+    assert render_figure(figure, "png")
+
+
+@pytest.mark.parametrize(
+    ("speedups", "expected"),
+    [((2, 3, 4), 1), ((0.5, 2, 4), 2**0.5), ((2, 0.5, 2), 2**1.5), ((2, 2, 0.5), None)],
+)
+def test_break_even_is_where_it_stays_above_one(speedups, expected):
+    assert break_even((1, 2, 4), speedups) == (expected and pytest.approx(expected))
+
+
+def test_no_speedup_to_draw():
+    with pytest.raises(ValueError, match="no speed-up to draw"):
+        draw_speedup([make_wrong_benchmark()])

@@ -34,6 +34,8 @@ class Layout:
     """[B, S]."""
     window: int | None
     """The largest distance that exists."""
+    default_positions: bool = False
+    """Keys stand at 0..S-1 and queries at the last T of them: nothing about them needs a check."""
 
     def distances(self) -> Tensor:
         """pos_i - pos_j, [B or 1, T, S] int64."""
@@ -111,6 +113,7 @@ def resolve_layout(
 ) -> Layout:
     """Checks shapes and values; by default keys are at 0..S-1 and queries the last T of them."""
     keys_shape = (batch, num_keys)
+    default = key_positions is None and query_positions is None
     if key_positions is not None:
         key_positions = _integers("key_positions", key_positions, keys_shape, device)
     else:
@@ -146,8 +149,16 @@ def resolve_layout(
         segment_ids = _integers("segment_ids", segment_ids, keys_shape, device)
         query_segments = segment_ids[:, num_keys - num_queries :]
     layout = Layout(
-        query_positions, key_positions, key_valid, query_segments, segment_ids, _window(window)
+        query_positions,
+        key_positions,
+        key_valid,
+        query_segments,
+        segment_ids,
+        _window(window),
+        default_positions=default,
     )
+    if default:
+        return layout
     _check_key_positions(layout)
     if num_queries and can_check_values(layout.query_positions):
         lowest = int(layout.query_positions.min())

@@ -1,4 +1,4 @@
-"""Figures of the geometry: the gates g_mn(d) of all regime pairs over distance.
+"""Figures: the gates g_mn(d) of all regime pairs over distance; speed-up over length.
 
 A figure is a plain matplotlib Figure (no pyplot, no global state); `render_figure` turns it into
 the bytes of a file, the same bytes whenever the same figure is drawn.
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import io
 import math
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import matplotlib as mpl
@@ -18,6 +20,7 @@ from matplotlib.figure import Figure
 
 from mosar.core.config import MoSARConfig
 from mosar.core.regimes import RegimeKernel, pair_geometry
+from mosar.records import AttentionBenchmark
 
 FORMATS = ("png", "svg", "pdf")
 _INK, _MUTED, _FLOOR, _GRID = "#1f2430", "#6b7280", "#9ca3af", "#e5e7eb"
@@ -185,3 +188,102 @@ def _mark_reaches(axes: Axes, config: MoSARConfig, max_distance: int) -> None:
         labels.append(f"{tick:g}" if fits else "")
         end = tick + half + character / 2 if fits else end
     axes.set_xticks(ticks, labels)
+
+
+def draw_speedup(records: Sequence[AttentionBenchmark]) -> Figure:
+    """Speed-up over dense SDPA against length, one panel a mode and one line a shape.
+
+    Beside them what the density alone would give, 1/rho, and where ours starts to be faster. Rows
+    that are wrong or were not timed are left out.
+    """
+    records = [record for record in records if record.speedup is not None]
+    if not records:
+        raise ValueError("there is no speed-up to draw: no record has one")
+    modes = list(dict.fromkeys(record.mode for record in records))
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(6.6 * len(modes), 4.4), layout="constrained")
+        for index, mode in enumerate(modes):
+            axes = figure.add_subplot(1, len(modes), index + 1)
+            _draw_speedup_panel(axes, [record for record in records if record.mode == mode])
+    return figure
+
+
+def break_even(lengths: Sequence[int], speedups: Sequence[float]) -> float | None:
+    """The length from which the speed-up stays above 1, on straight lines between measurements in
+    logarithms; the first length where it always is, None where it ends below."""
+    if speedups[-1] < 1:
+        return None
+    points = list(zip(map(math.log, lengths), map(math.log, speedups), strict=True))
+    crossings = [(a, b) for a, b in pairwise(points) if a[1] < 0 <= b[1]]
+    if not crossings:
+        return float(lengths[0])
+    (x, y), (next_x, next_y) = crossings[-1]
+    return math.exp(x - y * (next_x - x) / (next_y - y))
+
+
+def _draw_speedup_panel(axes: Axes, records: list[AttentionBenchmark]) -> None:
+    shapes = list(dict.fromkeys(record.shape for record in records))
+    axes.axhline(1, color=_FLOOR, linewidth=1.6, zorder=2, label="dense SDPA")
+    ideal = {record.length: 1 / record.density for record in records}
+    lengths = sorted(ideal)
+    axes.plot(
+        lengths,
+        [ideal[n] for n in lengths],
+        color=_INK,
+        linewidth=1.4,
+        linestyle=(0, (4, 3)),
+        gid="ideal",
+        label="1/ρ, all that sparsity promises",
+        zorder=3,
+    )
+    for shape, colour in zip(shapes, pair_colours(len(shapes)), strict=True):
+        rows = sorted((r for r in records if r.shape == shape), key=lambda record: record.length)
+        _draw_speedup_line(axes, rows, colour)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    axes.set_xticks(lengths, [str(n) for n in lengths])
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}×")
+    axes.set_xlabel("length  $n$")
+    axes.set_ylabel("speed-up over dense SDPA")
+    labels = "" if records[0].labels == "none" else f", labels: {records[0].labels}"
+    axes.set_title(f"{records[0].mode}{labels}", loc="left", fontsize=11)
+    axes.grid(color=_GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="upper left", fontsize=9.5)
+
+
+def _draw_speedup_line(axes: Axes, rows: list[AttentionBenchmark], colour: str) -> None:
+    """A shape's speed-ups, and a ring at its break-even point."""
+    lengths = [row.length for row in rows]
+    speedups = [row.speedup or math.nan for row in rows]
+    even = break_even(lengths, speedups)
+    if even is None:
+        remark = "slower at the end"
+    elif even == lengths[0]:
+        remark = f"faster from {lengths[0]} or less"
+    else:
+        remark = f"faster from {even:.0f}"
+        axes.plot(
+            even,
+            1,
+            marker="o",
+            markersize=9,
+            markerfacecolor="white",
+            markeredgecolor=colour,
+            markeredgewidth=2,
+            linestyle="none",
+            gid=f"break-even-{rows[0].shape}",
+            zorder=5,
+        )
+    axes.plot(
+        lengths,
+        speedups,
+        color=colour,
+        linewidth=2.4,
+        marker="o",
+        markersize=5,
+        gid=f"speedup-{rows[0].shape}",
+        label=f"{rows[0].shape}: {remark}",
+        zorder=4,
+    )

@@ -1,0 +1,162 @@
+"""The problems that are measured, and the calls that solve them.
+
+    sparse           forward, only the pairs of the support
+    sparse-train     forward and backward of the same: dq, dk, dv
+    soft-train       forward and backward of soft routing: dq, dk, dv, dpi_q, dpi_k
+    distance-train   forward and backward of `distance_attention` with a soft-cap and no bias
+
+A call returns (out,) or (out, dq, dk, dv, ...). Everything is drawn from the case's seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mosar.attention import distance_attention, mosar_attention
+from mosar.bench.labels import make_labels
+from mosar.core.config import MoSARConfig
+from mosar.core.routers import forced_routing
+
+MODES = ("sparse", "sparse-train", "soft-train", "distance-train")
+_SOFTCAP = 50.0
+
+
+class Shape(NamedTuple):
+    """Heads of queries, heads of keys, head dim."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    @classmethod
+    def parse(cls, text: str) -> Shape:
+        """ "8x1x256": 8 query heads, 1 key/value head, head dim 256."""
+        parts = text.split("x")
+        if len(parts) != 3 or not all(part.isdecimal() and int(part) for part in parts):
+            raise ValueError(f"a shape is HEADSxKV_HEADSxHEAD_DIM like 8x1x256, got {text!r}")
+        shape = cls(*map(int, parts))
+        if shape.heads % shape.kv_heads:
+            raise ValueError(f"heads must be a multiple of the key/value heads, got {text!r}")
+        return shape
+
+    def __str__(self) -> str:
+        return "x".join(map(str, self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One row of the benchmark."""
+
+    mode: str
+    shape: Shape
+    length: int
+    labels: str = "independent"
+    seed: int = 0
+    config: MoSARConfig = field(default_factory=MoSARConfig)
+
+    @property
+    def trains(self) -> bool:
+        return self.mode.endswith("-train")
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether labels are read and pairs skipped."""
+        return self.mode.startswith("sparse")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The tensors of a case."""
+
+    case: Case
+    q: Tensor
+    """[1, Hq, T, D]."""
+    k: Tensor
+    v: Tensor
+    pi_q: Tensor
+    """[1, T, R]: one-hot, soft where the mode is, all global where it reads none."""
+    pi_k: Tensor
+    dout: Tensor
+    """The gradient of the output."""
+    query_positions: Tensor | None = None
+    """[1, T]; None: the queries are all tokens."""
+
+    @property
+    def leaves(self) -> tuple[Tensor, ...]:
+        """What our gradient is taken of."""
+        routed = (self.pi_q, self.pi_k) if self.case.mode == "soft-train" else ()
+        return (self.q, self.k, self.v, *routed)
+
+
+def build_problem(case: Case) -> Problem:
+    generator = torch.Generator().manual_seed(case.seed)
+    shape, length = case.shape, case.length
+
+    def normal(heads: int) -> Tensor:
+        return torch.randn(1, heads, length, shape.head_dim, generator=generator)
+
+    q, k, v = normal(shape.heads), normal(shape.kv_heads), normal(shape.kv_heads)
+    regimes = case.config.num_regimes
+    if case.is_sparse:
+        labels = make_labels(case.labels, length, case.seed, case.config)
+        pi_q, pi_k = (F.one_hot(x, regimes).float()[None] for x in labels)
+    elif case.mode == "soft-train":
+        logits = 2 * torch.randn(2, 1, length, regimes, generator=generator)
+        pi_q, pi_k = torch.softmax(logits, dim=-1).unbind()
+    else:
+        pi_q = pi_k = forced_routing(case.config, case.config.global_index, 1, length)
+    problem = Problem(case, q, k, v, pi_q, pi_k, normal(shape.heads) if case.trains else q)
+    if case.trains:
+        for leaf in problem.leaves:
+            leaf.requires_grad_()
+    return problem
+
+
+def attend(problem: Problem, impl: str = "auto") -> Tensor:
+    """What the mode measures, by one of our implementations."""
+    q, k, v, at = problem.q, problem.k, problem.v, problem.query_positions
+    if problem.case.mode == "distance-train":
+        out = distance_attention(q, k, v, softcap=_SOFTCAP, query_positions=at, impl=impl)
+    else:
+        routing = "soft" if problem.case.mode == "soft-train" else "sparse"
+        config, pi = problem.case.config, (problem.pi_q, problem.pi_k)
+        out = mosar_attention(q, k, v, *pi, config, routing=routing, query_positions=at, impl=impl)
+    assert isinstance(out, Tensor)
+    return out
+
+
+def attend_dense(problem: Problem) -> Tensor:
+    """Plain causal attention as torch has it: no geometry, no soft-cap."""
+    shape = problem.case.shape
+    return F.scaled_dot_product_attention(
+        problem.q,
+        problem.k,
+        problem.v,
+        is_causal=True,
+        enable_gqa=shape.heads != shape.kv_heads,
+    )
+
+
+def solve(
+    problem: Problem, forward: Callable[[Problem], Tensor], leaves: tuple[Tensor, ...]
+) -> tuple[Tensor, ...]:
+    """The forward pass, and where the mode trains the gradients of `leaves`."""
+    if not problem.case.trains:
+        with torch.no_grad():
+            return (forward(problem),)
+    out = forward(problem)
+    return (out.detach(), *torch.autograd.grad(out, leaves, problem.dout))
+
+
+def call_of(problem: Problem, competitor: str) -> Callable[[], tuple[Tensor, ...]]:
+    """The timed call of "sdpa", "reference" or "ours"."""
+    if competitor == "sdpa":
+        return lambda: solve(problem, attend_dense, problem.leaves[:3])
+    impl = {"ours": "auto", "reference": "reference"}[competitor]
+    return lambda: solve(problem, lambda given: attend(given, impl), problem.leaves)

@@ -1,0 +1,103 @@
+"""Is a result right? Rows of it against the float64 definition, before anything is timed.
+
+    error(ours) <= 2 error(plain PyTorch, float32) + 4 eps max|exact|
+
+The dense definition of a few query rows costs little at any length. With a gradient of the output
+that is zero elsewhere, the gradients of q, k, v and of the routing follow from these rows alone.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from mosar.bench.cases import Problem, attend, build_problem, solve
+from mosar.records import ErrorCheck
+
+NAMES = ("out", "dq", "dk", "dv", "dpi_q", "dpi_k")
+_NUM_ROWS = 64
+# At this length every row is checked as well: rows that share keys add up their gradients.
+_FULL_LENGTH = 256
+
+
+def check_problem(problem: Problem) -> dict[str, ErrorCheck]:
+    """The worst of two checks by tensor: some rows at full length, all rows of a short problem."""
+    case = problem.case
+    checks = check_rows(problem, _choose_rows(case.length, case.seed))
+    if case.trains and case.length > _NUM_ROWS:
+        short = build_problem(replace(case, length=min(case.length, _FULL_LENGTH)))
+        everything = check_rows(short, torch.arange(short.case.length))
+        checks = {name: _worse(check, everything[name]) for name, check in checks.items()}
+    return checks
+
+
+def check_rows(problem: Problem, rows: Tensor) -> dict[str, ErrorCheck]:
+    """Our error and its budget at these query rows, by tensor."""
+    chosen = torch.zeros(problem.case.length, dtype=torch.bool)
+    chosen[rows] = True
+    masked = replace(problem, dout=problem.dout * chosen[:, None])
+    ours = solve(masked, attend, masked.leaves)
+    exact, plain = (_dense_rows(problem, rows, dtype) for dtype in (torch.float64, torch.float32))
+    checks = {}
+    for name, mine, theirs, truth in zip(NAMES, ours, plain, exact, strict=False):
+        mine = _take(name, mine, rows)
+        budget = 2 * _distance(theirs, truth)
+        budget += 4 * torch.finfo(torch.float32).eps * float(truth.abs().max())
+        error = _distance(mine, truth)
+        checks[name] = ErrorCheck(error=error if math.isfinite(error) else None, budget=budget)
+    return checks
+
+
+def exact_rows(problem: Problem) -> tuple[Tensor, Tensor]:
+    """Some query rows and the exact output there."""
+    rows = _choose_rows(problem.case.length, problem.case.seed)
+    return rows, _dense_rows(problem, rows, torch.float64)[0]
+
+
+def _dense_rows(problem: Problem, rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Output and gradients of the dense definition with only these queries."""
+
+    def cast(tensor: Tensor, name: str) -> Tensor:
+        tensor = _take(name, tensor.detach(), rows).to(dtype)
+        return tensor.requires_grad_(problem.case.trains)
+
+    few = replace(
+        problem,
+        q=cast(problem.q, "dq"),
+        k=cast(problem.k, "dk"),
+        v=cast(problem.v, "dv"),
+        pi_q=cast(problem.pi_q, "dpi_q"),
+        pi_k=cast(problem.pi_k, "dpi_k"),
+        dout=_take("out", problem.dout, rows).to(dtype),
+        query_positions=rows[None],
+    )
+    return solve(few, lambda given: attend(given, "reference"), few.leaves)
+
+
+def _take(name: str, tensor: Tensor, rows: Tensor) -> Tensor:
+    """The given query rows of tensors that have one a query; other tensors whole."""
+    return tensor[..., rows, :] if name in ("out", "dq", "dpi_q") else tensor
+
+
+def _choose_rows(length: int, seed: int) -> Tensor:
+    """Some rows by chance, and the last one, which sees the farthest."""
+    if length <= _NUM_ROWS:
+        return torch.arange(length)
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randperm(length - 1, generator=generator)[: _NUM_ROWS - 1]
+    return torch.cat([rows.sort().values, torch.tensor([length - 1])])
+
+
+def _distance(tensor: Tensor, exact: Tensor) -> float:
+    return float((tensor.double() - exact).abs().max())
+
+
+def _worse(a: ErrorCheck, b: ErrorCheck) -> ErrorCheck:
+    """The one that fails, else the one closer to its budget."""
+    if not (a.passed and b.passed):
+        return b if a.passed else a
+    assert a.error is not None and b.error is not None
+    return a if a.error * b.budget >= b.error * a.budget else b

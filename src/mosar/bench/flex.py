@@ -1,0 +1,153 @@
+"""FlexAttention as a competitor, compiled: on tokens as they come, and sorted by our plan.
+
+Both get the labels as a score modification and the exact blocks that hold a pair, with those that
+are full told apart. Making these is not timed; sorting q, k, v and putting the output back is.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import contextmanager
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mosar.bench.cases import Case, Problem
+from mosar.core.layout import resolve_layout
+from mosar.core.regimes import pair_geometry, support_reach
+from mosar.kernels.plan import build_plan, sparse_plan_input
+
+# Smaller blocks than the usual 128 skip more of a sorted support and measure faster here.
+BLOCK = 64
+_FLAT = 1e30
+
+
+class FlexUnavailable(RuntimeError):
+    """FlexAttention cannot serve here; the message says why."""
+
+
+def flex_call(problem: Problem, *, is_sorted: bool) -> Callable[[], tuple[Tensor, ...]]:
+    """The timed call; the first one compiles. Raises FlexUnavailable."""
+    case = problem.case
+    if case.mode != "sparse":
+        raise FlexUnavailable("FlexAttention has no backward pass on the CPU")
+    attend = _compiled()
+    labels_q, labels_k = problem.pi_q[0].argmax(dim=-1), problem.pi_k[0].argmax(dim=-1)
+    order_q = order_k = torch.arange(case.length)
+    if is_sorted:
+        layout = resolve_layout(1, case.length, case.length, device=problem.q.device)
+        plan = build_plan(sparse_plan_input(labels_q[None], labels_k[None], case.config, layout))
+        order_q, order_k = plan.query_order[0].long(), plan.key_order[0].long()
+    options = _modifications(case, order_q, order_k, labels_q[order_q], labels_k[order_k])
+    back = torch.argsort(order_q)
+
+    def call() -> tuple[Tensor, ...]:
+        q, k, v = problem.q, problem.k, problem.v
+        with torch.no_grad():
+            if not is_sorted:
+                return (attend(q, k, v, **options),)
+            q, k, v = q[:, :, order_q], k[:, :, order_k], v[:, :, order_k]
+            return (attend(q, k, v, **options)[:, :, back],)
+
+    return call
+
+
+def first_call(call: Callable[[], tuple[Tensor, ...]]) -> Tensor:
+    """Compiles and runs; whatever the compiler's failure, it becomes FlexUnavailable."""
+    try:
+        with _quiet():
+            return call()[0]
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise FlexUnavailable(f"FlexAttention could not be compiled: {reason}") from None
+
+
+@lru_cache(maxsize=1)
+def _compiled() -> Callable[..., Tensor]:
+    try:
+        from torch.nn.attention.flex_attention import flex_attention
+    except ImportError as error:
+        raise FlexUnavailable(f"this torch has no FlexAttention: {error}") from None
+    # A length is a compilation of its own, beyond which torch would give up and run uncompiled.
+    torch._dynamo.config.recompile_limit = 1024
+    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
+
+
+@contextmanager
+def _quiet():
+    """Without the compiler's remarks, which would land in the middle of our table."""
+    loggers = [logging.getLogger(name) for name in ("torch._inductor", "torch._dynamo")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def _modifications(
+    case: Case, places_q: Tensor, places_k: Tensor, labels_q: Tensor, labels_k: Tensor
+) -> dict:
+    """score_mod, block_mask and the rest for queries and keys in the order given."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    regimes, barrier, exponent = case.config.num_regimes, case.config.barrier, case.config.exponent
+    pairs = pair_geometry(case.config)
+    reach = support_reach(case.config).clamp_max(_FLAT).float().flatten()
+    flat = pairs.transition == 0
+    flat[-1, -1] = True
+    plateau = pairs.plateau.masked_fill(flat, _FLAT).float().flatten()
+    slope = (1 / pairs.transition.masked_fill(flat, torch.inf)).float().flatten()
+    i_place, j_place = places_q.int(), places_k.int()
+    i_row, j_column = (labels_q * regimes).int(), labels_k.int()
+
+    def inside(b, h, i, j):
+        distance = i_place[i] - j_place[j]
+        return (distance >= 0) & (distance <= reach[i_row[i] + j_column[j]])
+
+    def add_log_gate(score, b, h, i, j):
+        pair = i_row[i] + j_column[j]
+        progress = torch.clamp((i_place[i] - j_place[j] - plateau[pair]) * slope[pair], 0, 1)
+        return score - barrier * (progress * progress if exponent == 2 else progress**exponent)
+
+    counts = _block_counts(places_q, places_k, labels_q, labels_k, support_reach(case.config))
+    full = counts == BLOCK * BLOCK
+    some = (counts > 0) & ~full
+    block_mask = BlockMask.from_kv_blocks(
+        *_listed(some),
+        *_listed(full),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=inside,
+        seq_lengths=(case.length, case.length),
+        compute_q_blocks=False,
+    )
+    enable_gqa = case.shape.heads != case.shape.kv_heads
+    return {"score_mod": add_log_gate, "block_mask": block_mask, "enable_gqa": enable_gqa}
+
+
+def _block_counts(
+    places_q: Tensor, places_k: Tensor, labels_q: Tensor, labels_k: Tensor, reach: Tensor
+) -> Tensor:
+    """Pairs of the support per (query block, key block), one strip of blocks at a time."""
+    length = len(places_k)
+    blocks = -(-length // BLOCK)
+    counts = torch.zeros(blocks, blocks, dtype=torch.long)
+    for block in range(blocks):
+        strip = slice(block * BLOCK, (block + 1) * BLOCK)
+        distance = places_q[strip, None] - places_k
+        inside = (distance >= 0) & (distance <= reach[labels_q[strip]][:, labels_k])
+        inside = F.pad(inside, (0, blocks * BLOCK - length))
+        counts[block] = inside.unflatten(1, (blocks, BLOCK)).sum(dim=(0, 2))
+    return counts
+
+
+def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Chosen blocks per row: how many, and their indices first."""
+    number = blocks.sum(dim=1).int()[None, None]
+    indices = torch.argsort(blocks.int(), dim=1, descending=True, stable=True).int()[None, None]
+    return number.contiguous(), indices.contiguous()

@@ -1,0 +1,72 @@
+"""Peak memory of one call, in a process of its own.
+
+The process builds the problem, makes a short call that loads everything there is to load, hands
+free heap back, resets the kernel's record of its peak, and makes the call. The result is the peak
+above what was resident before: buffers, output and gradients count, inputs do not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import json
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+
+from mosar.bench.cases import Case, Shape, build_problem, call_of
+from mosar.core.config import MoSARConfig
+
+_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_WARM_UP_LENGTH = 128
+
+
+class MemoryUnavailable(RuntimeError):
+    """Memory cannot be measured here; the message says why."""
+
+
+def measure_peak(case: Case, competitor: str) -> int:
+    """Bytes; raises MemoryUnavailable."""
+    if not _CLEAR.exists():
+        raise MemoryUnavailable("memory is measured with /proc/self/clear_refs, which is not here")
+    task = asdict(case) | {"config": case.config.to_json(), "competitor": competitor}
+    task["threads"] = torch.get_num_threads()
+    command = [sys.executable, "-m", "mosar.bench.memory"]
+    done = subprocess.run(command, input=json.dumps(task), capture_output=True, text=True)
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise MemoryUnavailable(f"the process that measures memory failed: {reason}")
+    return int(done.stdout)
+
+
+def _main() -> None:
+    task = json.load(sys.stdin)
+    torch.set_num_threads(task.pop("threads"))
+    competitor, config = task.pop("competitor"), MoSARConfig.from_json(task.pop("config"))
+    case = Case(**task | {"shape": Shape(*task["shape"])}, config=config)
+    short = replace(case, length=min(case.length, _WARM_UP_LENGTH))
+    call_of(build_problem(short), competitor)()
+    call = call_of(build_problem(case), competitor)
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+    _CLEAR.write_text("5")
+    before = _resident("VmRSS")
+    result = call()
+    print(_resident("VmHWM") - before)
+    del result
+
+
+def _resident(name: str) -> int:
+    for line in _STATUS.read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return 1024 * int(line.split()[1])
+    raise MemoryUnavailable(f"{_STATUS} has no {name}")
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,151 @@
+"""Compiles csrc/ on first use and keeps the result, one per source, torch, compiler and CPU.
+
+The library is written aside and renamed, under a lock: several processes that start together build
+once and none ever sees half a file. Its checksum lies beside it: loading a file that a full disk or
+a crash cut short would kill the process, so such a file is built anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+_SOURCES = Path(__file__).parent / "csrc"
+_FLAGS = (
+    "-O3",
+    "-std=c++17",
+    "-fPIC",
+    "-shared",
+    "-march=native",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    # The oldest torch whose stable interface has all that the binding calls.
+    "-DTORCH_TARGET_VERSION=0x020a000000000000",
+)
+
+
+class NativeBuildError(RuntimeError):
+    """The native kernels cannot be built or loaded here; the message says why."""
+
+
+@lru_cache(maxsize=1)
+def load_library() -> Path:
+    """Path of the compiled library, building it if need be; raises NativeBuildError."""
+    compiler = find_compiler()
+    if compiler is None:
+        raise NativeBuildError("no C++ compiler found (looked for $CXX, c++, g++, clang++)")
+    target = cache_folder() / f"mosar-{_fingerprint(compiler)}.so"
+    if not _is_whole(target):
+        with _locked(target.with_suffix(".lock")):
+            if not _is_whole(target):
+                print(f"mosar: compiling its CPU kernels once, into {target}", file=sys.stderr)
+                compile_library(compiler, target)
+    return target
+
+
+def find_compiler() -> str | None:
+    """The C++ compiler to use: $CXX, else the first of c++, g++, clang++ on the path."""
+    for name in (os.environ.get("CXX"), "c++", "g++", "clang++"):
+        if name and (path := shutil.which(name)):
+            return path
+    return None
+
+
+def compile_library(compiler: str, target: Path, extra_flags: tuple[str, ...] = ()) -> None:
+    """Compiles the sources to `target`, which appears whole or not at all."""
+    torch_folder = Path(torch.__file__).parent
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        result = Path(folder) / target.name
+        command = [
+            compiler,
+            *_FLAGS,
+            *extra_flags,
+            str(_SOURCES / "binding.cpp"),
+            "-o",
+            str(result),
+        ]
+        command += [f"-I{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}"]
+        command += ["-ltorch", "-ltorch_cpu", "-lc10"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            lines = [line for line in done.stderr.splitlines() if "error" in line]
+            reason = lines[0] if lines else done.stderr.strip()[-500:]
+            raise NativeBuildError(f"{compiler} could not compile the CPU kernels: {reason}")
+        checksum = Path(folder) / "checksum"
+        checksum.write_bytes(_checksum(result))
+        os.replace(result, target)
+        os.replace(checksum, target.with_suffix(".sha256"))
+
+
+def _checksum(path: Path) -> bytes:
+    return hashlib.sha256(path.read_bytes()).hexdigest().encode()
+
+
+def _is_whole(target: Path) -> bool:
+    try:
+        return target.with_suffix(".sha256").read_bytes() == _checksum(target)
+    except OSError:
+        return False
+
+
+def cache_folder() -> Path:
+    """Where compiled libraries are kept: the user's cache, else a temporary folder."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    home = Path(base) if base else Path.home() / ".cache"
+    user = str(os.getuid()) if hasattr(os, "getuid") else "user"
+    for folder in (home / "mosar", Path(tempfile.gettempdir()) / f"mosar-{user}"):
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if os.access(folder, os.W_OK | os.X_OK) and _is_ours(folder):
+                return folder
+    raise NativeBuildError(f"neither {home / 'mosar'} nor a temporary folder can be used")
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether nobody else may put a library there, as anyone can in a temporary folder."""
+    status = folder.stat()
+    return not hasattr(os, "getuid") or (
+        status.st_uid == os.getuid() and not status.st_mode & 0o022
+    )
+
+
+def _fingerprint(compiler: str) -> str:
+    """What the library depends on: a build for another CPU must not be loaded here."""
+    digest = hashlib.sha256()
+    for source in sorted(_SOURCES.iterdir()):
+        digest.update(source.read_bytes())
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
+    for part in (*_FLAGS, version, torch.__version__, platform.machine(), _cpu_flags()):
+        digest.update(part.encode())
+    return f"{torch.__version__}-{digest.hexdigest()[:16]}"
+
+
+def _cpu_flags() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("flags", "Features")):
+                return " ".join(sorted(line.partition(":")[2].split()))
+    return platform.processor()
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    try:
+        import fcntl
+    except ImportError:  # no file locks on this system: the rename alone keeps the file whole
+        yield
+        return
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

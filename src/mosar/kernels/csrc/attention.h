@@ -1,0 +1,872 @@
+// Attention over a plan: forward and backward for every kind of bias, flash style, O(n d) memory.
+//
+// A unit of work is a tile of sorted queries of one label and the KV heads that share what the tile
+// computes. Its query rows fill lane groups; for each key class the groups walk the runs of the plan
+// block by block with an online softmax in base 2. Rows of a block that every lane may read without
+// bias go straight from product to exponential; the others get bias and mask.
+//
+// Nothing here knows torch: raw pointers, sizes, and a function that runs tasks in parallel.
+#pragma once
+
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <functional>
+#include <limits>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <vector>
+
+#include "gemm.h"
+
+namespace mosar {
+
+// Runs task(i) for i in [0, count), spread over the threads; thread_count says how many there are.
+struct Parallel {
+  std::function<void(int64_t count, const std::function<void(int64_t)>& task)> run;
+  int64_t thread_count;
+};
+
+enum class Bias : int64_t {
+  kNone = 0,      // softmax(cap(s)) over the plan's pairs
+  kGeometry = 1,  // + log gate of the pair's classes (sparse routing)
+  kWorth = 2,     // + log sum_mn pi_q[m] gate[m][n][d] pi_k[n] (soft and top-1 routing)
+  kTable = 3,     // + table[head][d] - slope[head] d (distance attention)
+};
+
+// Table rows carry this many entries of padding on both sides, so that a vector load stays inside.
+constexpr int64_t kTablePad = 32;
+static_assert(kTablePad >= kLanes, "a vector of distances may start kLanes before the table");
+
+struct Matrix {
+  const float* data;
+  int64_t batch, head, token;  // strides; the head dimension is contiguous
+  const float* row(int64_t b, int64_t h, int64_t t) const {
+    return data + b * batch + h * head + t * token;
+  }
+};
+
+struct Problem {
+  int64_t batch, query_heads, kv_heads, groups, queries, keys, dim;
+  Matrix q, k, v;
+  // The plan (plan.h), for 1 row, one row per batch entry, or one per batch entry and group.
+  int64_t plan_rows, labels, classes;
+  const int32_t *query_order, *key_order, *query_offsets, *key_offsets, *run_lo, *run_hi;
+  const int32_t *pos_q, *pos_k;
+  Bias bias;
+  float scale, softcap;  // softcap 0: none
+  // kGeometry: [labels][classes][2] of (plateau, 1 / transition) and barrier, or a table of log2 gates
+  // per (label, class) when the exponent is not 2.
+  const float* geometry;
+  float barrier;
+  // kWorth: pi_q [batch][groups][queries][regimes], pi_k [..][keys][columns]; the first `regimes`
+  // columns are routed, a further one stands for sinks. Gates per (regime, column) in `table`.
+  const float *pi_q, *pi_k;
+  int64_t regimes, columns;
+  float epsilon;  // lower bound of the worth; 0: pairs of worth 0 do not exist
+  // kTable: log2 biases per head (or one for all) and slopes, both in base 2; either may be null.
+  const float *table, *slopes;
+  int64_t table_rows, table_length;
+};
+
+struct Gradients {
+  const float *out, *softmax, *dout, *dlse;  // softmax as the forward pass left it
+  float *dq, *dk, *dv;            // contiguous, as q, k, v
+  float *dpi_q, *dpi_k;           // as pi_q, pi_k; null unless kWorth
+};
+
+template <class T>
+struct AlignedDelete {
+  void operator()(T* p) const { ::operator delete[](p, std::align_val_t(64)); }
+};
+template <class T>
+using Aligned = std::unique_ptr<T[], AlignedDelete<T>>;
+template <class T>
+Aligned<T> aligned(int64_t count) {
+  return Aligned<T>(static_cast<T*>(
+      ::operator new[](static_cast<size_t>(count > 0 ? count : 1) * sizeof(T), std::align_val_t(64))));
+}
+
+// A large buffer that outlives the call: fresh pages cost as much to map as the keys to copy. One is
+// kept, up to a limit; a call that finds it taken gets its own.
+class Buffer {
+ public:
+  explicit Buffer(int64_t count) {
+    {
+      std::lock_guard<std::mutex> hold(kept().mutex);
+      if (kept().count >= count) std::swap(data_, kept().data), std::swap(count_, kept().count);
+    }
+    if (!data_) data_ = aligned<float>(count), count_ = count;
+  }
+  ~Buffer() {
+    if (count_ > kLimit) return;
+    std::lock_guard<std::mutex> hold(kept().mutex);
+    if (kept().count < count_) std::swap(data_, kept().data), std::swap(count_, kept().count);
+  }
+  Buffer(const Buffer&) = delete;
+  float* get() const { return data_.get(); }
+
+ private:
+  static constexpr int64_t kLimit = 64 << 20;  // floats: 256 MiB
+  struct Kept {
+    std::mutex mutex;
+    Aligned<float> data;
+    int64_t count = 0;
+  };
+  static Kept& kept() {
+    static Kept* instance = new Kept;  // never destroyed: threads may outlive static destruction
+    return *instance;
+  }
+  Aligned<float> data_;
+  int64_t count_ = 0;
+};
+
+// Keys and values of every KV head in the order of the plan. Rows are an odd number of cache lines
+// apart: with a power of two a block's rows would crowd into a few sets of the first-level cache.
+struct SortedKeys {
+  std::vector<char> in_order;     // [plan_rows]: the plan keeps the order, and no padding is needed
+  std::vector<int32_t> position;  // [plan_rows][keys], by sorted key
+  std::unique_ptr<Buffer> storage;
+  int64_t stride, size;
+  const float* k(int64_t head) const { return storage->get() + head * 2 * size; }
+  const float* v(int64_t head) const { return k(head) + size; }
+};
+
+struct Unit {
+  int64_t b, kv_begin, kv_end, plan_row, label;
+  int32_t begin, end;  // places in the sorted queries
+};
+
+class Attention {
+ public:
+  Attention(const Problem& problem, const Parallel& parallel)
+      : p_(problem),
+        parallel_(parallel),
+        dim_((problem.dim + kWidth - 1) / kWidth * kWidth),
+        share_(problem.query_heads / problem.kv_heads),
+        // A bias that is looked up per token is shared by the heads: there lanes are tokens of one
+        // head, and a unit holds all heads of the routing group. Otherwise lanes run over tokens and
+        // heads of one KV head together, which trims the runs most tightly.
+        lanes_are_tokens_(problem.bias == Bias::kWorth || problem.bias == Bias::kTable),
+        key_block_(dim_ <= 96 ? 128 : 64) {
+    sort_keys();
+    make_units();
+  }
+
+  // out [batch][query_heads][queries][dim], lse [batch][query_heads][queries]; softmax [2][..] keeps
+  // each row's maximum (base 2) and sum: the log-sum-exp is too coarse to repeat exponentials from.
+  void forward(float* out, float* lse, float* softmax);
+
+  // Each (owner of keys, chunk of its units) sums into gradients of its own, in a fixed order: the
+  // result depends on the number of threads, never on their timing.
+  void backward(const Gradients& g);
+
+ private:
+  struct Group {
+    int count;        // active lanes; the others repeat the last one with zero data
+    int64_t kv_head;
+    int64_t row[kLanes];  // index into [batch][query_heads][queries]
+    int64_t head0;        // the head of all lanes when lanes are tokens
+    alignas(64) int32_t pos[kLanes];
+    int32_t pos_max;
+    std::vector<int32_t> lo, hi;                          // [classes][kLanes]
+    std::vector<int32_t> lo_min, lo_max, hi_min, hi_max;  // [classes]
+    std::vector<int32_t> flat_from;                       // [classes]: no transition from here on
+    alignas(64) float max[kLanes];
+    alignas(64) float sum[kLanes];
+    alignas(64) float delta[kLanes];  // dO·O - dlse
+    alignas(64) float dot[kLanes];    // dO·O
+    alignas(64) float weight[kLanes], weighted_dprob[kLanes];  // sums of P and of P dP
+    float* mixed;  // backward: [regimes][kLanes], sums of P times the coefficient of pi_q
+    float *q, *o;              // [dim][kLanes]: scaled queries, output (or dQ)
+    float *q_rows, *do_rows, *d_o;  // backward: [kLanes][dim] queries and dO, [dim][kLanes] dO
+  };
+
+  class Worker;
+  friend class Worker;
+
+  int64_t plan_row(int64_t b, int64_t g) const {
+    if (p_.plan_rows == 1) return 0;
+    return p_.plan_rows == p_.batch ? b : b * p_.groups + g;
+  }
+  int64_t group_of(int64_t kv_head) const { return kv_head / (p_.kv_heads / p_.groups); }
+
+  void sort_keys();
+  void make_units();
+
+  const Problem& p_;
+  const Parallel& parallel_;
+  const int64_t dim_, share_;
+  const bool lanes_are_tokens_;
+  const int64_t key_block_;
+  int64_t tile_tokens_, groups_per_unit_;
+  SortedKeys keys_;
+  std::vector<Unit> units_;
+};
+
+inline void Attention::sort_keys() {
+  const int64_t rows = p_.plan_rows, keys = p_.keys;
+  keys_.position.resize(rows * keys);
+  keys_.in_order.assign(rows, dim_ == p_.dim);
+  for (int64_t r = 0; r < rows; ++r) {
+    const int32_t* order = p_.key_order + r * keys;
+    const int32_t* pos = p_.pos_k + r * keys;
+    const int32_t count = p_.key_offsets[r * (p_.classes + 1) + p_.classes];
+    for (int32_t j = 0; j < count; ++j) {
+      keys_.position[r * keys + j] = pos[order[j]];
+      if (order[j] != j) keys_.in_order[r] = 0;
+    }
+  }
+  constexpr int64_t line = 16;
+  keys_.stride = ((dim_ + line - 1) / line | 1) * line;
+  keys_.size = keys * keys_.stride;
+  const int64_t heads = p_.batch * p_.kv_heads, chunk = 512, chunks = (keys + chunk - 1) / chunk;
+  keys_.storage = std::make_unique<Buffer>(heads * 2 * keys_.size);
+  parallel_.run(heads * chunks, [&](int64_t i) {
+    const int64_t head = i / chunks, b = head / p_.kv_heads, h = head % p_.kv_heads;
+    const int64_t r = plan_row(b, group_of(h));
+    const int32_t* order = p_.key_order + r * keys;
+    const int64_t count = p_.key_offsets[r * (p_.classes + 1) + p_.classes];
+    const int64_t begin = i % chunks * chunk, end = std::min(count, begin + chunk);
+    for (const auto& [from, base] :
+         {std::pair{&p_.k, keys_.k(head)}, std::pair{&p_.v, keys_.v(head)}}) {
+      for (int64_t j = begin; j < end; ++j) {
+        float* to = const_cast<float*>(base) + j * keys_.stride;
+        std::memcpy(to, from->row(b, h, order[j]), p_.dim * sizeof(float));
+        std::fill(to + p_.dim, to + dim_, 0.0f);
+      }
+    }
+  });
+}
+
+inline void Attention::make_units() {
+  const int64_t heads_per_unit = lanes_are_tokens_ && p_.bias == Bias::kWorth
+                                     ? p_.kv_heads / p_.groups
+                                     : 1;
+  if (lanes_are_tokens_) {
+    tile_tokens_ = kLanes;
+    groups_per_unit_ = heads_per_unit * share_;
+  } else {
+    // As many lane groups per tile as keep their state well inside a second-level cache.
+    const int64_t state = 2 * dim_ * kLanes * static_cast<int64_t>(sizeof(float));
+    const int64_t most = std::clamp<int64_t>(256 * 1024 / state, 1, 8);
+    tile_tokens_ = std::max<int64_t>(1, most * kLanes / share_);
+    groups_per_unit_ = (tile_tokens_ * share_ + kLanes - 1) / kLanes;
+  }
+  for (int64_t b = 0; b < p_.batch; ++b)
+    for (int64_t h = 0; h < p_.kv_heads; h += heads_per_unit) {
+      const int64_t r = plan_row(b, group_of(h));
+      const int32_t* offsets = p_.query_offsets + r * (p_.labels + 1);
+      // Late tiles of far-reaching labels are the heavy ones: first, so that none is left over.
+      for (int64_t m = p_.labels - 1; m >= 0; --m)
+        for (int64_t tiles = (offsets[m + 1] - offsets[m] + tile_tokens_ - 1) / tile_tokens_;
+             tiles-- > 0;) {
+          const int32_t begin = offsets[m] + static_cast<int32_t>(tiles * tile_tokens_);
+          const int32_t end =
+              std::min<int32_t>(offsets[m + 1], begin + static_cast<int32_t>(tile_tokens_));
+          units_.push_back({b, h, h + heads_per_unit, r, m, begin, end});
+        }
+    }
+}
+
+class Attention::Worker {
+ public:
+  Worker(const Attention& attention, bool backward)
+      : a_(attention),
+        p_(attention.p_),
+        dim_(attention.dim_),
+        backward_(backward),
+        groups_(attention.groups_per_unit_) {
+    const int64_t matrix = dim_ * kLanes, block = a_.key_block_ * kLanes;
+    const int64_t per_group = backward ? 5 * matrix + p_.regimes * kLanes : 2 * matrix;
+    const int64_t coefficients = backward ? p_.regimes * block : 0;
+    const int64_t scratch = 6 * block + matrix + 2 * p_.regimes * kLanes + coefficients;
+    memory_ = aligned<float>(a_.groups_per_unit_ * per_group + scratch);
+    float* next = memory_.get();
+    auto take = [&](int64_t size) { return next += size, next - size; };
+    for (Group& group : groups_) {
+      group.q = take(matrix);
+      group.o = take(matrix);
+      if (backward) {
+        group.q_rows = take(matrix);
+        group.do_rows = take(matrix);
+        group.d_o = take(matrix);
+        group.mixed = take(p_.regimes * kLanes);
+      }
+      for (auto* list : {&group.lo, &group.hi}) list->resize(p_.classes * kLanes);
+      for (auto* list :
+           {&group.lo_min, &group.lo_max, &group.hi_min, &group.hi_max, &group.flat_from})
+        list->resize(p_.classes);
+    }
+    score_ = take(block);
+    prob_ = take(block);
+    dprob_ = take(block);
+    slope_ = take(block);
+    worth_ = take(block);
+    dbias_ = take(block);
+    rows_ = take(matrix);
+    pi_q_ = take(p_.regimes * kLanes);
+    dpi_q_ = take(p_.regimes * kLanes);
+    coefficient_ = take(coefficients);
+  }
+
+  void forward(const Unit& unit, float* out, float* lse, float* softmax) {
+    start(unit);
+    for (int64_t n = 0; n < used_; ++n) {
+      Group& group = groups_[n];
+      std::fill(group.o, group.o + dim_ * kLanes, 0.0f);
+      std::fill(group.max, group.max + kLanes, kLowest);
+      std::fill(group.sum, group.sum + kLanes, 0.0f);
+    }
+    walk([&](Group& group, int64_t c, int32_t begin, int32_t end, int32_t block) {
+      forward_block(group, c, begin, end, block);
+    });
+    for (int64_t n = 0; n < used_; ++n) finish(groups_[n], out, lse, softmax);
+  }
+
+  void backward(const Unit& unit, const Gradients& g, float* const* dk, float* const* dv,
+                float* dpi_k) {
+    start(unit);
+    for (int64_t n = 0; n < used_; ++n) start_backward(groups_[n], g);
+    dpi_k_ = dpi_k;
+    std::fill(dpi_q_, dpi_q_ + p_.regimes * kLanes, 0.0f);
+    walk([&](Group& group, int64_t c, int32_t begin, int32_t end, int32_t block) {
+      const int64_t h = group.kv_head - unit.kv_begin;
+      backward_block(group, c, begin, end, block, dk[h], dv[h]);
+    });
+    for (int64_t n = 0; n < used_; ++n) finish_backward(groups_[n], g);
+    if (g.dpi_q) {
+      const int64_t base = (unit.b * p_.groups + a_.group_of(unit.kv_begin)) * p_.queries;
+      for (int32_t t = unit.begin; t < unit.end; ++t)
+        for (int64_t m = 0; m < p_.regimes; ++m)
+          g.dpi_q[(base + order_q_[t]) * p_.regimes + m] = dpi_q_[m * kLanes + t - unit.begin];
+    }
+  }
+
+ private:
+  // Fills the lane groups of a unit: rows, positions, runs, and the scaled queries by lane.
+  void start(const Unit& unit) {
+    unit_ = &unit;
+    order_q_ = p_.query_order + unit.plan_row * p_.queries;
+    order_k_ = p_.key_order + unit.plan_row * p_.keys;
+    pos_q_ = p_.pos_q + unit.plan_row * p_.queries;
+    pos_k_ = a_.keys_.position.data() + unit.plan_row * p_.keys;
+    const int64_t tokens = unit.end - unit.begin;
+    used_ = 0;
+    for (int64_t h = unit.kv_begin; h < unit.kv_end; ++h) {
+      const int64_t rows = a_.lanes_are_tokens_ ? tokens : tokens * a_.share_;
+      const int64_t repeats = a_.lanes_are_tokens_ ? a_.share_ : 1;
+      for (int64_t j = 0; j < repeats; ++j)
+        for (int64_t first = 0; first < rows; first += kLanes)
+          fill(groups_[used_++], h, j, first, std::min<int64_t>(kLanes, rows - first));
+    }
+    if (p_.bias == Bias::kWorth || p_.bias == Bias::kTable) {
+      const Group& group = groups_[0];
+      consecutive_ = true;
+      for (int l = 1; l < group.count; ++l)
+        consecutive_ = consecutive_ && group.pos[l] == group.pos[0] + l;
+    }
+    if (p_.bias == Bias::kWorth) {
+      const int64_t routing = unit.b * p_.groups + a_.group_of(unit.kv_begin);
+      routing_k_ = p_.pi_k + routing * p_.keys * p_.columns;
+      for (int l = 0; l < kLanes; ++l) {
+        const int64_t t = std::min<int64_t>(unit.begin + l, unit.end - 1);
+        const float* pi = p_.pi_q + (routing * p_.queries + order_q_[t]) * p_.regimes;
+        for (int64_t m = 0; m < p_.regimes; ++m) pi_q_[m * kLanes + l] = pi[m];
+      }
+    }
+  }
+
+  void fill(Group& group, int64_t kv_head, int64_t head_in_share, int64_t first, int64_t count) {
+    const Unit& unit = *unit_;
+    group.count = static_cast<int>(count);
+    group.kv_head = kv_head;
+    group.head0 = kv_head * a_.share_ + head_in_share;
+    const float factor = p_.softcap > 0 ? p_.scale / p_.softcap : p_.scale * kLog2e;
+    for (int l = 0; l < kLanes; ++l) {
+      const int64_t place = first + std::min<int64_t>(l, count - 1);
+      const int64_t t = unit.begin + (a_.lanes_are_tokens_ ? place : place / a_.share_);
+      const int64_t head =
+          a_.lanes_are_tokens_ ? group.head0 : kv_head * a_.share_ + place % a_.share_;
+      const int64_t token = order_q_[t];
+      group.row[l] = (unit.b * p_.query_heads + head) * p_.queries + token;
+      group.pos[l] = pos_q_[token];
+      for (int64_t c = 0; c < p_.classes; ++c) {
+        const int64_t run = (unit.plan_row * p_.queries + t) * p_.classes + c;
+        group.lo[c * kLanes + l] = p_.run_lo[run];
+        group.hi[c * kLanes + l] = p_.run_hi[run];
+      }
+      float* row = rows_ + l * dim_;
+      if (l < count) {
+        const float* q = p_.q.row(unit.b, head, token);
+        for (int64_t d = 0; d < p_.dim; ++d) row[d] = q[d] * factor;
+        std::fill(row + p_.dim, row + dim_, 0.0f);
+      } else {
+        std::fill(row, row + dim_, 0.0f);
+      }
+      if (backward_) {
+        // dK takes the plain scale; the factor above also holds the base and the cap.
+        float* plain = group.q_rows + l * dim_;
+        std::copy(row, row + dim_, plain);
+        if (l < count) {
+          const float* q = p_.q.row(unit.b, head, token);
+          for (int64_t d = 0; d < p_.dim; ++d) plain[d] = q[d] * p_.scale;
+        }
+      }
+    }
+    rows_to_lanes(rows_, dim_, group.q);
+    group.pos_max = *std::max_element(group.pos, group.pos + kLanes);
+    for (int64_t c = 0; c < p_.classes; ++c) {
+      const int32_t* lo = group.lo.data() + c * kLanes;
+      const int32_t* hi = group.hi.data() + c * kLanes;
+      group.lo_min[c] = *std::min_element(lo, lo + kLanes);
+      group.lo_max[c] = *std::max_element(lo, lo + kLanes);
+      group.hi_min[c] = *std::min_element(hi, hi + kLanes);
+      group.hi_max[c] = *std::max_element(hi, hi + kLanes);
+      group.flat_from[c] = group.lo_min[c];
+      if (p_.bias == Bias::kGeometry) {
+        const double plateau = p_.geometry[(unit.label * p_.classes + c) * 2];
+        const double limit = group.pos_max - plateau;
+        group.flat_from[c] = static_cast<int32_t>(
+            std::partition_point(pos_k_ + group.lo_min[c],
+                                 pos_k_ + std::max(group.lo_min[c], group.hi_max[c]),
+                                 [&](int32_t pos) { return pos < limit; }) -
+            pos_k_);
+      }
+    }
+  }
+
+  // Visits (group, class, run of keys) block by block, all groups of the unit on one block before the
+  // next, so that the block's keys and values stay in cache.
+  template <class Visit>
+  void walk(const Visit& visit) {
+    for (int64_t c = 0; c < p_.classes; ++c) {
+      int32_t begin = INT32_MAX, end = 0;
+      for (int64_t n = 0; n < used_; ++n) {
+        if (groups_[n].lo_min[c] >= groups_[n].hi_max[c]) continue;
+        begin = std::min(begin, groups_[n].lo_min[c]);
+        end = std::max(end, groups_[n].hi_max[c]);
+      }
+      for (int64_t block = begin; block < end; block += a_.key_block_) {
+        const int32_t stop = static_cast<int32_t>(std::min<int64_t>(block + a_.key_block_, end));
+        const int32_t from = static_cast<int32_t>(block);
+        if (p_.bias == Bias::kWorth) compute_worth(from, stop);
+        for (int64_t n = 0; n < used_; ++n) {
+          Group& group = groups_[n];
+          const int32_t first = std::max(from, group.lo_min[c]);
+          const int32_t last = std::min(stop, group.hi_max[c]);
+          if (first < last) visit(group, c, first, last, from);
+        }
+        if (p_.bias == Bias::kWorth && backward_) spread_dbias(from, stop);
+      }
+    }
+  }
+
+  // Gates (or biases) of one table row at the distances of both vectors of lanes to a key.
+  void look_up(const float* table, const int32_t* pos, int32_t key_pos, vf* result) const {
+    const float* base = table + kTablePad;
+    if (consecutive_) {
+      const int64_t d = std::clamp<int64_t>(static_cast<int64_t>(pos[0]) - key_pos, -kTablePad,
+                                            p_.table_length);
+      // Past the end every entry is the last one, which the padding repeats.
+      result[0] = load_unaligned(base + d);
+      result[1] = load_unaligned(base + std::min<int64_t>(d + kWidth, p_.table_length));
+      return;
+    }
+    alignas(64) float found[kLanes];
+    for (int l = 0; l < kLanes; ++l)
+      found[l] = base[std::clamp<int64_t>(static_cast<int64_t>(pos[l]) - key_pos, 0,
+                                          p_.table_length - 1)];
+    result[0] = load(found);
+    result[1] = load(found + kWidth);
+  }
+
+  const float* gate_row(int64_t m, int64_t n) const {
+    return p_.table + (m * p_.columns + n) * (p_.table_length + 2 * kTablePad);
+  }
+
+  void compute_worth(int32_t begin, int32_t end) {
+    const int32_t* pos = groups_[0].pos;
+    for (int32_t j = begin; j < end; ++j) {
+      const float* pi = routing_k_ + order_k_[j] * p_.columns;
+      vf w[2] = {};
+      for (int64_t n = 0; n < p_.columns; ++n) {
+        if (pi[n] == 0) continue;
+        vf h[2] = {};
+        for (int64_t m = 0; m < p_.regimes; ++m) {
+          vf g[2];
+          look_up(gate_row(m, n), pos, pos_k_[j], g);
+          for (int v = 0; v < 2; ++v) h[v] += load(pi_q_ + m * kLanes + v * kWidth) * g[v];
+        }
+        for (int v = 0; v < 2; ++v) w[v] += pi[n] * h[v];
+      }
+      float* row = worth_ + (j - begin) * kLanes;
+      for (int v = 0; v < 2; ++v) store(row + v * kWidth, max(w[v], splat(p_.epsilon)));
+      if (backward_) compute_coefficients(pi, pos, j, w, begin);
+    }
+    if (backward_) std::fill(dbias_, dbias_ + (end - begin) * kLanes, 0.0f);
+  }
+
+  // d log W / d pi_q[m] = sum_n gate[m][n] pi_k[n] / W; 0 where the worth is held at epsilon. Sinks, the
+  // column after the routed ones, have worth 1 whatever the routing says.
+  void compute_coefficients(const float* pi, const int32_t* pos, int32_t j, const vf* w,
+                            int32_t begin) {
+    vf inverse[2];
+    for (int v = 0; v < 2; ++v) inverse[v] = w[v] > p_.epsilon ? 1.0f / w[v] : vf{};
+    for (int64_t m = 0; m < p_.regimes; ++m) {
+      vf x[2] = {};
+      for (int64_t n = 0; n < p_.regimes; ++n) {
+        if (pi[n] == 0) continue;
+        vf g[2];
+        look_up(gate_row(m, n), pos, pos_k_[j], g);
+        for (int v = 0; v < 2; ++v) x[v] += pi[n] * g[v];
+      }
+      float* row = coefficient_ + (m * a_.key_block_ + j - begin) * kLanes;
+      for (int v = 0; v < 2; ++v) store(row + v * kWidth, x[v] * inverse[v]);
+    }
+  }
+
+  // From the gradient of the bias, summed over heads, to those of both routings.
+  void spread_dbias(int32_t begin, int32_t end) {
+    const int32_t* pos = groups_[0].pos;
+    for (int32_t j = begin; j < end; ++j) {
+      const int64_t key = order_k_[j];
+      vf dw[2];
+      for (int v = 0; v < 2; ++v) {
+        const int64_t at = (j - begin) * kLanes + v * kWidth;
+        vf w = load(worth_ + at);
+        dw[v] = w > p_.epsilon ? load(dbias_ + at) / w : vf{};
+      }
+      for (int64_t n = 0; n < p_.regimes; ++n) {
+        vf h[2] = {};
+        for (int64_t m = 0; m < p_.regimes; ++m) {
+          vf g[2];
+          look_up(gate_row(m, n), pos, pos_k_[j], g);
+          for (int v = 0; v < 2; ++v) h[v] += load(pi_q_ + m * kLanes + v * kWidth) * g[v];
+        }
+        dpi_k_[key * p_.columns + n] += horizontal_sum(dw[0] * h[0] + dw[1] * h[1]);
+      }
+    }
+    for (int64_t m = 0; m < p_.regimes; ++m)
+      add_products(dbias_, coefficient_ + m * a_.key_block_ * kLanes, end - begin,
+                   dpi_q_ + m * kLanes);
+  }
+
+  // sums[lane] += sum_row a[row][lane] b[row][lane]
+  static void add_products(const float* a, const float* b, int64_t rows, float* sums) {
+    for (int v = 0; v < 2; ++v) {
+      vf sum = vf{};  // of this block alone: shorter chains of additions round less
+      for (int64_t j = 0; j < rows; ++j)
+        sum += load(a + j * kLanes + v * kWidth) * load(b + j * kLanes + v * kWidth);
+      store(sums + v * kWidth, load(sums + v * kWidth) + sum);
+    }
+  }
+
+  // Products to logits in base 2, in place: soft-cap, additive bias, mask. `slope`, if given, takes
+  // the derivative of the cap. Rows in [plain_from, plain_to) need nothing but are visited all the
+  // same when every row has a cap or a bias.
+  void finish_scores(const Group& group, int64_t c, int32_t begin, int32_t end, int32_t block,
+                     float* slope) {
+    const bool hard = p_.bias == Bias::kWorth && p_.epsilon == 0;
+    const bool every_row = p_.softcap > 0 || p_.bias == Bias::kTable || hard;
+    const int32_t plain_from =
+        std::clamp(std::max(group.lo_max[c], group.flat_from[c]), begin, end);
+    const int32_t plain_to = std::clamp(group.hi_min[c], plain_from, end);
+    for (int32_t j = begin; j < end; ++j) {
+      if (!every_row && j == plain_from) j = plain_to;
+      if (j >= end) break;
+      float* row = score_ + (j - begin) * kLanes;
+      vf added[2] = {};
+      if (p_.bias == Bias::kTable) table_bias(group, pos_k_[j], added);
+      if (p_.bias == Bias::kGeometry && j < group.flat_from[c]) gate_bias(group, c, pos_k_[j], added);
+      const bool masked = j < group.lo_max[c] || j >= group.hi_min[c];
+      for (int v = 0; v < 2; ++v) {
+        vf s = load(row + v * kWidth);
+        if (p_.softcap > 0) {
+          vf t = tanh(s);
+          if (slope) store(slope + (j - begin) * kLanes + v * kWidth, 1.0f - t * t);
+          s = t * (p_.softcap * kLog2e);
+        }
+        s += added[v];
+        if (masked) {
+          const int64_t at = c * kLanes + v * kWidth;
+          vi lo, hi;
+          std::memcpy(&lo, group.lo.data() + at, sizeof lo);
+          std::memcpy(&hi, group.hi.data() + at, sizeof hi);
+          s = select((lo <= j) & (hi > j), s, splat(kMasked));
+        }
+        if (hard) {
+          vf worth = load(worth_ + (j - block) * kLanes + v * kWidth);
+          s = select(worth > 0.0f, s, splat(kMasked));
+        }
+        store(row + v * kWidth, s);
+      }
+    }
+  }
+
+  void table_bias(const Group& group, int32_t key_pos, vf* added) const {
+    if (p_.table) {
+      const int64_t row = p_.table_rows == 1 ? 0 : group.head0;
+      look_up(p_.table + row * (p_.table_length + 2 * kTablePad), group.pos, key_pos, added);
+    }
+    if (p_.slopes)
+      for (int v = 0; v < 2; ++v)
+        added[v] -= p_.slopes[group.head0] * to_float(load_int(group.pos + v * kWidth) - key_pos);
+  }
+
+  void gate_bias(const Group& group, int64_t c, int32_t key_pos, vf* added) const {
+    const int64_t pair = unit_->label * p_.classes + c;
+    const float plateau = p_.geometry[pair * 2], inverse = p_.geometry[pair * 2 + 1];
+    if (p_.table) {
+      const float* table = p_.table + pair * (p_.table_length + 2 * kTablePad) + kTablePad;
+      for (int l = 0; l < kLanes; ++l)
+        added[l / kWidth][l % kWidth] = table[std::clamp<int64_t>(
+            static_cast<int64_t>(group.pos[l]) - key_pos, 0, p_.table_length - 1)];
+      return;
+    }
+    for (int v = 0; v < 2; ++v) {
+      vf d = to_float(load_int(group.pos + v * kWidth) - key_pos);
+      vf t = min(max((d - plateau) * inverse, vf{}), splat(1.0f));
+      added[v] = t * t * (-p_.barrier * kLog2e);
+    }
+  }
+
+  void forward_block(Group& group, int64_t c, int32_t begin, int32_t end, int32_t block) {
+    const SortedKeys& sorted = a_.keys_;
+    const int64_t head = unit_->b * p_.kv_heads + group.kv_head, count = end - begin;
+    const int64_t stride = sorted.stride;
+    const float *k = sorted.k(head) + begin * stride, *v = sorted.v(head) + begin * stride;
+    score(k, stride, count, group.q, p_.dim, score_);
+    finish_scores(group, c, begin, end, block, nullptr);
+    vf top[2], old[2], sum[2];
+    for (int v = 0; v < 2; ++v) old[v] = top[v] = load(group.max + v * kWidth);
+    for (int64_t j = 0; j < count; ++j)
+      for (int v = 0; v < 2; ++v) top[v] = max(top[v], load(score_ + j * kLanes + v * kWidth));
+    bool moved = false;
+    for (int v = 0; v < 2; ++v)
+      for (int l = 0; l < kWidth; ++l) moved |= top[v][l] > old[v][l];
+    for (int v = 0; v < 2; ++v) sum[v] = load(group.sum + v * kWidth);
+    if (moved) {
+      vf shrink[2];
+      for (int v = 0; v < 2; ++v) {
+        shrink[v] = exp2(old[v] - top[v]);
+        sum[v] *= shrink[v];
+        store(group.max + v * kWidth, top[v]);
+      }
+      for (int64_t d = 0; d < dim_; ++d)
+        for (int v = 0; v < 2; ++v) {
+          float* o = group.o + d * kLanes + v * kWidth;
+          store(o, load(o) * shrink[v]);
+        }
+    }
+    const float* worth = worth_ + (begin - block) * kLanes;
+    const bool weighted = p_.bias == Bias::kWorth;
+    for (int64_t j = 0; j < count; ++j)
+      for (int v = 0; v < 2; ++v) {
+        const int64_t at = j * kLanes + v * kWidth;
+        vf e = exp2(load(score_ + at) - top[v]);
+        if (weighted) e *= load(worth + at);
+        sum[v] += e;
+        store(score_ + at, e);
+      }
+    for (int v = 0; v < 2; ++v) store(group.sum + v * kWidth, sum[v]);
+    accumulate(v, stride, score_, count, group.o, dim_);
+  }
+
+  void finish(Group& group, float* out, float* lse, float* softmax) {
+    const int64_t rows = p_.batch * p_.query_heads * p_.queries;
+    lanes_to_rows(group.o, dim_, rows_);
+    for (int l = 0; l < group.count; ++l) {
+      const float sum = group.sum[l];
+      const float inverse = sum > 0 ? 1 / sum : 0;
+      float* o = out + group.row[l] * p_.dim;
+      for (int64_t d = 0; d < p_.dim; ++d) o[d] = rows_[l * dim_ + d] * inverse;
+      softmax[group.row[l]] = group.max[l];
+      softmax[rows + group.row[l]] = sum;
+      lse[group.row[l]] =
+          sum > 0 ? group.max[l] * kLn2 + std::log(sum) : -std::numeric_limits<float>::infinity();
+    }
+  }
+
+  void start_backward(Group& group, const Gradients& g) {
+    const int64_t rows = p_.batch * p_.query_heads * p_.queries;
+    for (int l = 0; l < kLanes; ++l) {
+      float* row = group.do_rows + l * dim_;
+      std::fill(row, row + dim_, 0.0f);
+      group.delta[l] = group.dot[l] = group.weight[l] = group.weighted_dprob[l] = 0;
+      // Lanes beyond the tile stand at distances of no query: their probabilities are held at 0.
+      group.max[l] = -kMasked;
+      group.sum[l] = 0;
+      if (l >= group.count) continue;
+      const float sum = g.softmax[rows + group.row[l]];
+      group.max[l] = g.softmax[group.row[l]];
+      group.sum[l] = sum > 0 ? 1 / sum : 0;
+      const float* dout = g.dout + group.row[l] * p_.dim;
+      std::copy(dout, dout + p_.dim, row);
+      group.dot[l] = dot_product(dout, g.out + group.row[l] * p_.dim, p_.dim);
+      group.delta[l] = group.dot[l] - g.dlse[group.row[l]];
+    }
+    std::fill(group.mixed, group.mixed + p_.regimes * kLanes, 0.0f);
+    rows_to_lanes(group.do_rows, dim_, group.d_o);
+    std::fill(group.o, group.o + dim_ * kLanes, 0.0f);
+  }
+
+  void backward_block(Group& group, int64_t c, int32_t begin, int32_t end, int32_t block, float* dk,
+                      float* dv) {
+    const SortedKeys& sorted = a_.keys_;
+    const int64_t head = unit_->b * p_.kv_heads + group.kv_head, count = end - begin;
+    const int64_t stride = sorted.stride;
+    const float *k = sorted.k(head) + begin * stride, *v = sorted.v(head) + begin * stride;
+    score(k, stride, count, group.q, p_.dim, score_);
+    score(v, stride, count, group.d_o, p_.dim, dprob_);
+    finish_scores(group, c, begin, end, block, slope_);
+    const bool weighted = p_.bias == Bias::kWorth, capped = p_.softcap > 0;
+    for (int64_t j = 0; j < count; ++j)
+      for (int v = 0; v < 2; ++v) {
+        const int64_t at = j * kLanes + v * kWidth, in_block = at + (begin - block) * kLanes;
+        vf e = exp2(load(score_ + at) - load(group.max + v * kWidth)) * load(group.sum + v * kWidth);
+        if (weighted) e *= load(worth_ + in_block);
+        vf ds = e * (load(dprob_ + at) - load(group.delta + v * kWidth));
+        store(prob_ + at, e);
+        if (weighted) store(dbias_ + in_block, load(dbias_ + in_block) + ds);
+        if (capped) ds *= load(slope_ + at);
+        store(score_ + at, ds);
+      }
+    if (weighted) gather_sums(group, count, begin - block);
+    outer(prob_, count, group.do_rows, dv + begin * dim_, dim_, dim_);
+    outer(score_, count, group.q_rows, dk + begin * dim_, dim_, dim_);
+    accumulate(k, stride, score_, count, group.o, dim_);
+  }
+
+  // What `finish_backward` needs to correct dpi_q.
+  void gather_sums(Group& group, int64_t count, int64_t first) {
+    for (int v = 0; v < 2; ++v) {
+      vf weight = vf{};
+      for (int64_t j = 0; j < count; ++j) weight += load(prob_ + j * kLanes + v * kWidth);
+      store(group.weight + v * kWidth, load(group.weight + v * kWidth) + weight);
+    }
+    add_products(prob_, dprob_, count, group.weighted_dprob);
+    for (int64_t m = 0; m < p_.regimes; ++m)
+      add_products(prob_, coefficient_ + (m * a_.key_block_ + first) * kLanes, count,
+                   group.mixed + m * kLanes);
+  }
+
+  void finish_backward(Group& group, const Gradients& g) {
+    if (p_.bias == Bias::kWorth) {
+      // dS = P (dP - delta) must sum to 0 over keys. With delta = dO·O, rounded elsewhere, it does so
+      // only roughly, and the coefficients of pi_q, all of one sign, add the rest up. So delta is
+      // replaced by the sum of P dP over this very pass, after the fact.
+      for (int l = 0; l < group.count; ++l) {
+        if (group.weight[l] <= 0) continue;
+        const float error = group.dot[l] - group.weighted_dprob[l] / group.weight[l];
+        for (int64_t m = 0; m < p_.regimes; ++m)
+          dpi_q_[m * kLanes + l] += error * group.mixed[m * kLanes + l];
+      }
+    }
+    lanes_to_rows(group.o, dim_, rows_);
+    for (int l = 0; l < group.count; ++l) {
+      float* dq = g.dq + group.row[l] * p_.dim;
+      for (int64_t d = 0; d < p_.dim; ++d) dq[d] = rows_[l * dim_ + d] * p_.scale;
+    }
+  }
+
+  const Attention& a_;
+  const Problem& p_;
+  const int64_t dim_;
+  const bool backward_;
+  std::vector<Group> groups_;
+  int64_t used_ = 0;
+  const Unit* unit_ = nullptr;
+  const int32_t *order_q_ = nullptr, *order_k_ = nullptr, *pos_q_ = nullptr, *pos_k_ = nullptr;
+  bool consecutive_ = false;
+  const float* routing_k_ = nullptr;
+  Aligned<float> memory_;
+  float *score_, *prob_, *dprob_, *slope_, *worth_, *dbias_, *rows_, *pi_q_, *dpi_q_,
+      *coefficient_;
+  float* dpi_k_ = nullptr;
+};
+
+inline void Attention::forward(float* out, float* lse, float* softmax) {
+  std::atomic<int64_t> next{0};
+  const int64_t count = static_cast<int64_t>(units_.size());
+  parallel_.run(std::min(parallel_.thread_count, count), [&](int64_t) {
+    Worker worker(*this, false);
+    for (int64_t i; (i = next.fetch_add(1)) < count;) worker.forward(units_[i], out, lse, softmax);
+  });
+}
+
+inline void Attention::backward(const Gradients& g) {
+  const int64_t heads = units_.empty() ? 1 : units_[0].kv_end - units_[0].kv_begin;
+  const int64_t owners = p_.batch * p_.kv_heads / heads;
+  const int64_t chunks =
+      std::clamp<int64_t>((parallel_.thread_count + owners - 1) / owners, 1, 16);
+  // Where the plan keeps the order of the keys, the first chunk sums straight into the result.
+  bool direct = true;
+  for (char in_order : keys_.in_order) direct = direct && in_order;
+  const int64_t size = p_.keys * dim_, all = p_.batch * p_.kv_heads;
+  const Aligned<float> storage = aligned<float>((chunks - direct) * all * 2 * size);
+  auto aside = [&](int64_t chunk, int64_t head) {
+    return storage.get() + ((chunk - direct) * all + head) * 2 * size;
+  };
+  auto dk_of = [&](int64_t chunk, int64_t head) {
+    return direct && chunk == 0 ? g.dk + head * size : aside(chunk, head);
+  };
+  auto dv_of = [&](int64_t chunk, int64_t head) {
+    return direct && chunk == 0 ? g.dv + head * size : aside(chunk, head) + size;
+  };
+  const int64_t routing = g.dpi_k ? p_.batch * p_.groups * p_.keys * p_.columns : 0;
+  std::vector<float> dpi_k(chunks * routing, 0.0f);
+  std::vector<std::vector<const Unit*>> tasks(owners * chunks);
+  std::vector<int64_t> seen(owners, 0);
+  for (const Unit& unit : units_) {
+    const int64_t owner = (unit.b * p_.kv_heads + unit.kv_begin) / heads;
+    tasks[owner * chunks + seen[owner]++ % chunks].push_back(&unit);
+  }
+  std::atomic<int64_t> next{0};
+  const int64_t count = owners * chunks;
+  parallel_.run(std::min(parallel_.thread_count, count), [&](int64_t) {
+    Worker worker(*this, true);
+    std::vector<float*> dk(heads), dv(heads);
+    for (int64_t task; (task = next.fetch_add(1)) < count;) {
+      const int64_t owner = task / chunks, chunk = task % chunks;
+      for (int64_t h = 0; h < heads; ++h) {
+        dk[h] = dk_of(chunk, owner * heads + h);
+        dv[h] = dv_of(chunk, owner * heads + h);
+        std::fill(dk[h], dk[h] + size, 0.0f);
+        std::fill(dv[h], dv[h] + size, 0.0f);
+      }
+      for (const Unit* unit : tasks[task]) {
+        const int64_t row = (unit->b * p_.groups + group_of(unit->kv_begin)) * p_.keys * p_.columns;
+        worker.backward(*unit, g, dk.data(), dv.data(),
+                        routing ? dpi_k.data() + chunk * routing + row : nullptr);
+      }
+    }
+  });
+  for (int64_t i = 0; i < routing; ++i) {
+    float sum = 0;
+    for (int64_t chunk = 0; chunk < chunks; ++chunk) sum += dpi_k[chunk * routing + i];
+    g.dpi_k[i] = sum;
+  }
+  if (direct && chunks == 1) return;
+  parallel_.run(all, [&](int64_t head) {
+    const int64_t b = head / p_.kv_heads, r = plan_row(b, group_of(head % p_.kv_heads));
+    const int32_t* order = p_.key_order + r * p_.keys;
+    const int32_t used = p_.key_offsets[r * (p_.classes + 1) + p_.classes];
+    for (bool values : {false, true}) {
+      float* to = (values ? g.dv : g.dk) + head * p_.keys * p_.dim;
+      if (!direct && used < p_.keys) std::fill(to, to + p_.keys * p_.dim, 0.0f);
+      for (int32_t j = 0; j < used; ++j) {
+        float* row = to + order[j] * p_.dim;
+        for (int64_t chunk = direct; chunk < chunks; ++chunk) {
+          const float* from = (values ? dv_of(chunk, head) : dk_of(chunk, head)) + j * dim_;
+          if (chunk == 0) std::copy(from, from + p_.dim, row);
+          else
+            for (int64_t d = 0; d < p_.dim; ++d) row[d] += from[d];
+        }
+      }
+    }
+  });
+}
+
+}  // namespace mosar

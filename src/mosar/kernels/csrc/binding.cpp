@@ -1,0 +1,247 @@
+// The torch operators: schema, checks, and tensors to pointers. The arithmetic is in attention.h.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+
+#include "attention.h"
+#include "plan.h"
+
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+void check(bool condition, const std::string& message) {
+  if (!condition) throw std::invalid_argument("mosar: " + message);
+}
+
+template <class T>
+constexpr ScalarType scalar_type();
+template <>
+constexpr ScalarType scalar_type<float>() { return ScalarType::Float; }
+template <>
+constexpr ScalarType scalar_type<int32_t>() { return ScalarType::Int; }
+template <>
+constexpr ScalarType scalar_type<bool>() { return ScalarType::Bool; }
+
+template <class T>
+const T* data(const Tensor& tensor, const char* name, std::initializer_list<int64_t> shape) {
+  check(tensor.is_cpu(), std::string(name) + " must be on the CPU");
+  check(tensor.scalar_type() == scalar_type<T>(), std::string(name) + " has the wrong dtype");
+  check(tensor.is_contiguous(), std::string(name) + " must be contiguous");
+  check(tensor.dim() == static_cast<int64_t>(shape.size()), std::string(name) + " has the wrong rank");
+  int64_t i = 0;
+  for (int64_t size : shape)
+    check(tensor.size(i++) == size, std::string(name) + " has the wrong shape");
+  return static_cast<const T*>(tensor.const_data_ptr());
+}
+
+template <class T>
+const T* data(const std::optional<Tensor>& tensor, const char* name,
+              std::initializer_list<int64_t> shape) {
+  return tensor.has_value() ? data<T>(*tensor, name, shape) : nullptr;
+}
+
+mosar::Matrix matrix(const Tensor& tensor, const char* name) {
+  check(tensor.is_cpu() && tensor.dim() == 4 && tensor.scalar_type() == ScalarType::Float,
+        std::string(name) + " must be a float32 CPU tensor [B, H, T, D]");
+  check(tensor.size(3) == 1 || tensor.stride(3) == 1,
+        std::string(name) + " must be contiguous in its last dimension");
+  return {static_cast<const float*>(tensor.const_data_ptr()), tensor.stride(0), tensor.stride(1),
+          tensor.stride(2)};
+}
+
+mosar::Parallel parallel() {
+  mosar::Parallel result;
+  result.thread_count = torch::stable::get_num_threads();
+  result.run = [](int64_t count, const std::function<void(int64_t)>& task) {
+    torch::stable::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) task(i);
+    });
+  };
+  return result;
+}
+
+Tensor empty(const Tensor& like, std::initializer_list<int64_t> shape, ScalarType type) {
+  std::vector<int64_t> sizes(shape);
+  return torch::stable::new_empty(like, {sizes.data(), sizes.size()}, type);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> plan(
+    const Tensor& labels_q, const Tensor& classes_k, const Tensor& pos_q, const Tensor& pos_k,
+    const std::optional<Tensor>& floor_q, const std::optional<Tensor>& valid_k, const Tensor& reach) {
+  check(labels_q.dim() == 2 && classes_k.dim() == 2 && reach.dim() == 2,
+        "labels_q, classes_k and reach must have two dimensions");
+  const int64_t rows = labels_q.size(0), queries = labels_q.size(1), keys = classes_k.size(1);
+  const int64_t labels = reach.size(0), classes = reach.size(1);
+  const auto* label_q = data<int32_t>(labels_q, "labels_q", {rows, queries});
+  const auto* class_k = data<int32_t>(classes_k, "classes_k", {rows, keys});
+  const auto* query_pos = data<int32_t>(pos_q, "pos_q", {rows, queries});
+  const auto* key_pos = data<int32_t>(pos_k, "pos_k", {rows, keys});
+  const auto* floor = data<int32_t>(floor_q, "floor_q", {rows, queries});
+  const auto* valid = data<bool>(valid_k, "valid_k", {rows, keys});
+  const auto* reaches = data<int32_t>(reach, "reach", {labels, classes});
+  Tensor query_order = empty(labels_q, {rows, queries}, ScalarType::Int);
+  Tensor key_order = empty(labels_q, {rows, keys}, ScalarType::Int);
+  Tensor query_offsets = empty(labels_q, {rows, labels + 1}, ScalarType::Int);
+  Tensor key_offsets = empty(labels_q, {rows, classes + 1}, ScalarType::Int);
+  Tensor run_lo = empty(labels_q, {rows, queries, classes}, ScalarType::Int);
+  Tensor run_hi = empty(labels_q, {rows, queries, classes}, ScalarType::Int);
+  auto out = [](Tensor& tensor, int64_t row, int64_t size) {
+    return static_cast<int32_t*>(tensor.mutable_data_ptr()) + row * size;
+  };
+  for (int64_t r = 0; r < rows; ++r)
+    mosar::build_plan_row({queries, keys, labels, classes, label_q + r * queries,
+                           class_k + r * keys, query_pos + r * queries, key_pos + r * keys,
+                           floor ? floor + r * queries : nullptr, valid ? valid + r * keys : nullptr,
+                           reaches, out(query_order, r, queries), out(key_order, r, keys),
+                           out(query_offsets, r, labels + 1), out(key_offsets, r, classes + 1),
+                           out(run_lo, r, queries * classes), out(run_hi, r, queries * classes)});
+  return {query_order, key_order, query_offsets, key_offsets, run_lo, run_hi};
+}
+
+mosar::Problem problem(const Tensor& q, const Tensor& k, const Tensor& v,
+                       const std::optional<Tensor>& pi_q, const std::optional<Tensor>& pi_k,
+                       const Tensor& pos_q, const Tensor& pos_k, const Tensor& query_order,
+                       const Tensor& key_order, const Tensor& query_offsets,
+                       const Tensor& key_offsets, const Tensor& run_lo, const Tensor& run_hi,
+                       const std::optional<Tensor>& geometry, const std::optional<Tensor>& table,
+                       const std::optional<Tensor>& slopes, int64_t groups, int64_t bias,
+                       double scale, double softcap, double barrier, double epsilon) {
+  mosar::Problem p{};
+  p.q = matrix(q, "q");
+  p.k = matrix(k, "k");
+  p.v = matrix(v, "v");
+  p.batch = q.size(0), p.query_heads = q.size(1), p.queries = q.size(2), p.dim = q.size(3);
+  p.kv_heads = k.size(1), p.keys = k.size(2), p.groups = groups;
+  for (int64_t i = 0; i < 4; ++i) check(k.size(i) == v.size(i), "k and v must have one shape");
+  check(k.size(0) == p.batch && k.size(3) == p.dim, "q and k must agree in batch and head_dim");
+  check(p.kv_heads > 0 && p.query_heads % p.kv_heads == 0, "heads of q: a multiple of those of k");
+  check(groups > 0 && p.kv_heads % groups == 0, "routing groups must divide the key/value heads");
+  check(query_offsets.dim() == 2 && key_offsets.dim() == 2, "offsets must have two dimensions");
+  check(query_offsets.size(1) > 1 && key_offsets.size(1) > 1, "offsets must hold a class");
+  p.plan_rows = query_offsets.size(0);
+  p.labels = query_offsets.size(1) - 1, p.classes = key_offsets.size(1) - 1;
+  check(p.plan_rows == 1 || p.plan_rows == p.batch || p.plan_rows == p.batch * groups,
+        "the plan must have 1 row, a row per batch entry, or a row per batch entry and group");
+  p.query_order = data<int32_t>(query_order, "query_order", {p.plan_rows, p.queries});
+  p.key_order = data<int32_t>(key_order, "key_order", {p.plan_rows, p.keys});
+  p.query_offsets = data<int32_t>(query_offsets, "query_offsets", {p.plan_rows, p.labels + 1});
+  p.key_offsets = data<int32_t>(key_offsets, "key_offsets", {p.plan_rows, p.classes + 1});
+  p.run_lo = data<int32_t>(run_lo, "run_lo", {p.plan_rows, p.queries, p.classes});
+  p.run_hi = data<int32_t>(run_hi, "run_hi", {p.plan_rows, p.queries, p.classes});
+  p.pos_q = data<int32_t>(pos_q, "pos_q", {p.plan_rows, p.queries});
+  p.pos_k = data<int32_t>(pos_k, "pos_k", {p.plan_rows, p.keys});
+  check(bias >= 0 && bias <= 3, "bias must be 0, 1, 2 or 3");
+  p.bias = static_cast<mosar::Bias>(bias);
+  p.scale = static_cast<float>(scale), p.softcap = static_cast<float>(softcap);
+  p.barrier = static_cast<float>(barrier), p.epsilon = static_cast<float>(epsilon);
+  if (table.has_value()) {
+    check(table->dim() == 2 && table->size(1) > 2 * mosar::kTablePad, "table must be [rows, length]");
+    p.table_rows = table->size(0);
+    p.table_length = table->size(1) - 2 * mosar::kTablePad;
+    p.table = data<float>(*table, "table", {table->size(0), table->size(1)});
+  }
+  if (p.bias == mosar::Bias::kGeometry) {
+    check(geometry.has_value(), "geometry is missing");
+    p.geometry = data<float>(geometry, "geometry", {p.labels, p.classes, 2});
+    check(!p.table || p.table_rows == p.labels * p.classes, "table must have a row per class pair");
+  }
+  if (p.bias == mosar::Bias::kWorth) {
+    check(pi_q.has_value() && pi_k.has_value() && pi_q->dim() == 4 && pi_k->dim() == 4,
+          "pi_q and pi_k must be [B, groups, length, regimes]");
+    check(p.labels == 1 && p.classes == 1, "worth needs a plan of one label and one class");
+    p.regimes = pi_q->size(3), p.columns = pi_k->size(3);
+    check(p.columns == p.regimes || p.columns == p.regimes + 1, "pi_k: one column may follow pi_q's");
+    p.pi_q = data<float>(pi_q, "pi_q", {p.batch, groups, p.queries, p.regimes});
+    p.pi_k = data<float>(pi_k, "pi_k", {p.batch, groups, p.keys, p.columns});
+    check(p.table && p.table_rows == p.regimes * p.columns, "table must have a row per regime pair");
+  }
+  if (p.bias == mosar::Bias::kTable) {
+    p.slopes = data<float>(slopes, "slopes", {p.query_heads});
+    check(!p.table || p.table_rows == 1 || p.table_rows == p.query_heads,
+          "table must have one row, or one per query head");
+  }
+  return p;
+}
+
+std::tuple<Tensor, Tensor, Tensor> attend(
+    const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& pi_q,
+    const std::optional<Tensor>& pi_k, const Tensor& pos_q, const Tensor& pos_k,
+    const Tensor& query_order, const Tensor& key_order, const Tensor& query_offsets,
+    const Tensor& key_offsets, const Tensor& run_lo, const Tensor& run_hi,
+    const std::optional<Tensor>& geometry, const std::optional<Tensor>& table,
+    const std::optional<Tensor>& slopes, int64_t groups, int64_t bias, double scale, double softcap,
+    double barrier, double epsilon) {
+  const mosar::Problem p =
+      problem(q, k, v, pi_q, pi_k, pos_q, pos_k, query_order, key_order, query_offsets, key_offsets,
+              run_lo, run_hi, geometry, table, slopes, groups, bias, scale, softcap, barrier, epsilon);
+  Tensor out = empty(q, {p.batch, p.query_heads, p.queries, p.dim}, ScalarType::Float);
+  Tensor lse = empty(q, {p.batch, p.query_heads, p.queries}, ScalarType::Float);
+  Tensor softmax = empty(q, {2, p.batch, p.query_heads, p.queries}, ScalarType::Float);
+  auto pointer = [](Tensor& tensor) { return static_cast<float*>(tensor.mutable_data_ptr()); };
+  const mosar::Parallel threads = parallel();
+  mosar::Attention(p, threads).forward(pointer(out), pointer(lse), pointer(softmax));
+  return {out, lse, softmax};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attend_backward(
+    const Tensor& dout, const Tensor& dlse, const Tensor& out, const Tensor& softmax, const Tensor& q, const Tensor& k,
+    const Tensor& v, const std::optional<Tensor>& pi_q, const std::optional<Tensor>& pi_k,
+    const Tensor& pos_q, const Tensor& pos_k, const Tensor& query_order, const Tensor& key_order,
+    const Tensor& query_offsets, const Tensor& key_offsets, const Tensor& run_lo,
+    const Tensor& run_hi, const std::optional<Tensor>& geometry, const std::optional<Tensor>& table,
+    const std::optional<Tensor>& slopes, int64_t groups, int64_t bias, double scale, double softcap,
+    double barrier, double epsilon) {
+  const mosar::Problem p =
+      problem(q, k, v, pi_q, pi_k, pos_q, pos_k, query_order, key_order, query_offsets, key_offsets,
+              run_lo, run_hi, geometry, table, slopes, groups, bias, scale, softcap, barrier, epsilon);
+  Tensor dq = empty(q, {p.batch, p.query_heads, p.queries, p.dim}, ScalarType::Float);
+  Tensor dk = empty(q, {p.batch, p.kv_heads, p.keys, p.dim}, ScalarType::Float);
+  Tensor dv = empty(q, {p.batch, p.kv_heads, p.keys, p.dim}, ScalarType::Float);
+  const bool worth = p.bias == mosar::Bias::kWorth;
+  Tensor dpi_q = worth ? empty(q, {p.batch, p.groups, p.queries, p.regimes}, ScalarType::Float)
+                       : empty(q, {0}, ScalarType::Float);
+  Tensor dpi_k = worth ? empty(q, {p.batch, p.groups, p.keys, p.columns}, ScalarType::Float)
+                       : empty(q, {0}, ScalarType::Float);
+  auto pointer = [](Tensor& tensor) { return static_cast<float*>(tensor.mutable_data_ptr()); };
+  mosar::Gradients g;
+  g.dout = data<float>(dout, "dout", {p.batch, p.query_heads, p.queries, p.dim});
+  g.out = data<float>(out, "out", {p.batch, p.query_heads, p.queries, p.dim});
+  g.dlse = data<float>(dlse, "dlse", {p.batch, p.query_heads, p.queries});
+  g.softmax = data<float>(softmax, "softmax", {2, p.batch, p.query_heads, p.queries});
+  g.dq = pointer(dq), g.dk = pointer(dk), g.dv = pointer(dv);
+  g.dpi_q = worth ? pointer(dpi_q) : nullptr;
+  g.dpi_k = worth ? pointer(dpi_k) : nullptr;
+  const mosar::Parallel threads = parallel();
+  mosar::Attention(p, threads).backward(g);
+  return {dq, dk, dv, dpi_q, dpi_k};
+}
+
+}  // namespace
+
+#define MOSAR_PROBLEM                                                                             \
+  "Tensor q, Tensor k, Tensor v, Tensor? pi_q, Tensor? pi_k, Tensor pos_q, Tensor pos_k, "        \
+  "Tensor query_order, Tensor key_order, Tensor query_offsets, Tensor key_offsets, "              \
+  "Tensor run_lo, Tensor run_hi, Tensor? geometry, Tensor? table, Tensor? slopes, int groups, "   \
+  "int bias, float scale, float softcap, float barrier, float epsilon"
+
+STABLE_TORCH_LIBRARY(mosar, m) {
+  m.def(
+      "plan(Tensor labels_q, Tensor classes_k, Tensor pos_q, Tensor pos_k, Tensor? floor_q, "
+      "Tensor? valid_k, Tensor reach) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+  m.def("attend(" MOSAR_PROBLEM ") -> (Tensor, Tensor, Tensor)");
+  m.def("attend_backward(Tensor dout, Tensor dlse, Tensor out, Tensor softmax, " MOSAR_PROBLEM
+        ") -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(mosar, CPU, m) {
+  m.impl("plan", TORCH_BOX(&plan));
+  m.impl("attend", TORCH_BOX(&attend));
+  m.impl("attend_backward", TORCH_BOX(&attend_backward));
+}

@@ -1,0 +1,117 @@
+// Vectors of floats as wide as the CPU has them, written with the compiler's vector extension so that
+// one source serves AVX-512, AVX2, SSE and NEON; and the two functions softmax needs, exp2 and tanh.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+namespace mosar {
+
+#if defined(__AVX512F__)
+constexpr int kWidth = 16;
+#elif defined(__AVX__)
+constexpr int kWidth = 8;
+#else
+constexpr int kWidth = 4;
+#endif
+
+// 32 registers hold a block of 8 x 2 sums with room to spare, 16 hold 6 x 2.
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr bool kManyRegisters = true;
+#else
+constexpr bool kManyRegisters = false;
+#endif
+
+typedef float vf __attribute__((vector_size(4 * kWidth)));
+typedef int32_t vi __attribute__((vector_size(4 * kWidth)));
+typedef float vf_unaligned __attribute__((vector_size(4 * kWidth), aligned(4), may_alias));
+
+// A lane group is two vectors wide: every lane is one query row (a token of one head).
+constexpr int kLanes = 2 * kWidth;
+
+constexpr float kLog2e = 1.44269504088896341f;
+constexpr float kLn2 = 0.693147180559945309f;
+// Scores of pairs that do not exist, and the smallest running maximum: exp2 of their difference is 0.
+constexpr float kMasked = -1e30f;
+constexpr float kLowest = -1e29f;
+
+inline vf load(const float* p) { return *reinterpret_cast<const vf*>(p); }
+inline vf load_unaligned(const float* p) { return *reinterpret_cast<const vf_unaligned*>(p); }
+inline void store(float* p, vf x) { *reinterpret_cast<vf*>(p) = x; }
+inline void store_unaligned(float* p, vf x) { *reinterpret_cast<vf_unaligned*>(p) = x; }
+inline vi load_int(const int32_t* p) { return *reinterpret_cast<const vi*>(p); }
+inline vf splat(float x) { return x - vf{}; }
+inline vf select(vi mask, vf a, vf b) {
+  return reinterpret_cast<vf>((mask & reinterpret_cast<vi>(a)) | (~mask & reinterpret_cast<vi>(b)));
+}
+inline vf max(vf a, vf b) { return a > b ? a : b; }
+inline vf min(vf a, vf b) { return a < b ? a : b; }
+inline vf to_float(vi x) { return __builtin_convertvector(x, vf); }
+inline float horizontal_sum(vf x) {
+  float sum = 0;
+  for (int i = 0; i < kWidth; ++i) sum += x[i];
+  return sum;
+}
+
+// 2^f - 1 over f in [-1/2, 1/2]: minimax of relative error 2e-9, fitted by Lawson's method.
+inline vf exp2_fraction(vf f) {
+  vf p = splat(1.5353258640971035e-4f);
+  p = p * f + 1.339900423772633e-3f;
+  p = p * f + 9.61843878030777e-3f;
+  p = p * f + 5.550331994891167e-2f;
+  p = p * f + 0.24022647738456726f;
+  p = p * f + 0.6931471824645996f;
+  return p * f + 1.0f;
+}
+
+inline float dot_product(const float* a, const float* b, int64_t count) {
+  vf sums = vf{};
+  int64_t i = 0;
+  for (; i + kWidth <= count; i += kWidth) sums += load_unaligned(a + i) * load_unaligned(b + i);
+  float sum = horizontal_sum(sums);
+  for (; i < count; ++i) sum += a[i] * b[i];
+  return sum;
+}
+
+// Below this exponent 2^x counts as 0. Far above the smallest float, so that products with it are
+// normal numbers: denormal ones cost a hundred cycles each.
+constexpr float kExponentCut = -100.0f;
+
+// 2^x within 2 ulp for kExponentCut <= x <= 127, exactly 0 below.
+inline vf exp2(vf x) {
+#if defined(__AVX512F__)
+  const __mmask16 normal = _mm512_cmp_ps_mask(x, splat(kExponentCut), _CMP_GE_OQ);
+  const vf whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  return _mm512_maskz_scalef_ps(normal, exp2_fraction(x - whole), whole);
+#else
+  const float magic = 12582912.0f;  // 1.5 * 2^23: adding it leaves round(x) in the low bits
+  vf clamped = max(x, splat(kExponentCut));
+  vf shifted = clamped + magic;
+  vf p = exp2_fraction(clamped - (shifted - magic));
+  vf result = reinterpret_cast<vf>(reinterpret_cast<vi>(p) + (reinterpret_cast<vi>(shifted) << 23));
+  return x < kExponentCut ? vf{} : result;
+#endif
+}
+
+// tanh(x) = x P(x^2) / Q(x^2) within 3 ulp, saturated beyond |x| = 7.95 where 1 - tanh < 3e-7.
+inline vf tanh(vf x) {
+  x = max(min(x, splat(7.95f)), splat(-7.95f));
+  vf u = x * x;
+  vf p = splat(1.532881022114907e-8f);
+  p = p * u + 2.1958854631520808e-5f;
+  p = p * u + 3.5752940457314253e-3f;
+  p = p * u + 0.13447558879852295f;
+  p = p * u + 1.0f;
+  vf q = splat(8.56051542541536e-7f);
+  q = q * u + 3.4174666507169604e-4f;
+  q = q * u + 2.617833949625492e-2f;
+  q = q * u + 0.46780887246131897f;
+  q = q * u + 1.0f;
+  return x * p / q;
+}
+
+}  // namespace mosar

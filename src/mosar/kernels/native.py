@@ -1,0 +1,340 @@
+"""Attention on the CPU in C++: the operators `torch.ops.mosar.*`, their autograd, their callers.
+
+The sources in csrc/ are compiled on first use for this CPU and this torch (see `build.py`). All
+arithmetic is float32; bfloat16 and float16 inputs are widened on the way in and narrowed on the way
+out. Everything that decides which pairs exist is in the plan.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mosar.core.config import MoSARConfig
+from mosar.core.hard_domain import class_reach
+from mosar.core.layout import Layout, resolve_layout
+from mosar.core.regimes import pair_geometry
+from mosar.kernels.build import load_library
+from mosar.kernels.plan import Plan, PlanInput, dense_plan_input, sparse_plan_input
+from mosar.kernels.tables import gate_table, kept_table
+
+_NONE, _GEOMETRY, _WORTH, _TABLE = range(4)
+# As in csrc/attention.h: entries before and after each table row, so that vector loads stay inside.
+_TABLE_PAD = 32
+# Stands for -inf in tables: exp2 of it is 0, and sums of it stay finite.
+_NEVER = -1e30
+_FLAT = 1e30
+# Up to this many keys sparse routing takes the dense pass with hard gates (docs/log.md has the
+# measurement).
+_FEW_KEYS = 384
+
+
+def build_native_plan(plan_input: PlanInput) -> Plan:
+    """The plan by counting sort and one sweep per regime pair; equal to `plan.build_plan`."""
+    load_operators()
+    given = plan_input
+    orders_and_runs = torch.ops.mosar.plan(
+        given.labels_q,
+        given.classes_k,
+        given.places_q,
+        given.places_k,
+        given.floor_q,
+        given.valid_k,
+        given.reach,
+    )
+    return Plan(*orders_and_runs, query_places=given.places_q, key_places=given.places_k)
+
+
+def _dense_plan(layout: Layout) -> Plan:
+    """The plan of all existing pairs; the ordinary one is the same for every layer and step."""
+    ordinary = layout.default_positions and layout.key_valid is None and layout.key_segments is None
+    if not ordinary or torch.compiler.is_compiling():
+        return build_native_plan(dense_plan_input(layout))
+    queries, keys = layout.query_positions.shape[1], layout.key_positions.shape[1]
+    return _ordinary_plan(queries, keys, layout.window)
+
+
+@lru_cache(maxsize=8)
+def _ordinary_plan(queries: int, keys: int, window: int | None) -> Plan:
+    with torch.inference_mode(False), torch.device("cpu"):
+        layout = resolve_layout(1, queries, keys, window=window)
+        return build_native_plan(dense_plan_input(layout))
+
+
+def sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    labels_q: Tensor,
+    labels_k: Tensor,
+    config: MoSARConfig,
+    layout: Layout,
+    *,
+    scale: float | None,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Only the pairs of the support, labels [B, T] or [B, Gr, T]; output and log-sum-exp."""
+    if labels_k.shape[-1] <= _FEW_KEYS:
+        # So short a context is nearly full: one dense pass whose gates end at the reach is quicker.
+        pi_q, pi_k = (F.one_hot(labels, config.num_regimes) for labels in (labels_q, labels_k))
+        return _worth_attention(q, k, v, pi_q, pi_k, config, layout, scale, softcap, hard=True)
+    plan = build_native_plan(sparse_plan_input(labels_q, labels_k, config, layout))
+    groups = labels_q.shape[1] if labels_q.dim() == 3 else 1
+    return _attend(
+        q,
+        k,
+        v,
+        plan,
+        bias=_GEOMETRY,
+        groups=groups,
+        geometry=_geometry(config),
+        table=None if config.exponent == 2 else _log_gates(config),
+        barrier=config.barrier,
+        scale=scale,
+        softcap=softcap,
+    )
+
+
+def worth_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pi_q: Tensor,
+    pi_k: Tensor,
+    config: MoSARConfig,
+    layout: Layout,
+    *,
+    scale: float | None,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    """All existing pairs with the mixture of gates; one-hot routing gives top-1. With gradients."""
+    return _worth_attention(q, k, v, pi_q, pi_k, config, layout, scale, softcap, hard=False)
+
+
+def _worth_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pi_q: Tensor,
+    pi_k: Tensor,
+    config: MoSARConfig,
+    layout: Layout,
+    scale: float | None,
+    softcap: float | None,
+    hard: bool,
+) -> tuple[Tensor, Tensor]:
+    if pi_q.dim() == 3:
+        pi_q, pi_k = pi_q[:, None], pi_k[:, None]
+    pi_q, pi_k = pi_q.float(), pi_k.float()
+    if config.num_sinks:
+        sinks = layout.sinks(config.num_sinks)[:, None, :, None].expand(*pi_k.shape[:-1], 1)
+        pi_k = torch.cat([pi_k.masked_fill(sinks, 0), sinks.to(pi_k.dtype)], dim=-1)
+    return _attend(
+        q,
+        k,
+        v,
+        _dense_plan(layout),
+        bias=_WORTH,
+        groups=pi_q.shape[1],
+        pi_q=pi_q.contiguous(),
+        pi_k=pi_k.contiguous(),
+        table=_hard_gates(config) if hard else _gates(config),
+        epsilon=0.0 if hard else config.epsilon,
+        scale=scale,
+        softcap=softcap,
+    )
+
+
+def distance_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: Layout,
+    *,
+    log_gate: Tensor | None,
+    slopes: Tensor | None,
+    scale: float | None,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    """All existing pairs with a bias by distance; no gradient reaches log_gate or slopes."""
+    table = None
+    if log_gate is not None:
+        table = _padded(log_gate.detach().float() * math.log2(math.e)).clamp_min(_NEVER)
+    if slopes is not None:
+        slopes = (slopes.detach().float() * math.log2(math.e)).contiguous()
+    return _attend(
+        q,
+        k,
+        v,
+        _dense_plan(layout),
+        bias=_NONE if table is None and slopes is None else _TABLE,
+        groups=1,
+        table=table,
+        slopes=slopes,
+        scale=scale,
+        softcap=softcap,
+    )
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: Plan,
+    *,
+    bias: int,
+    groups: int,
+    scale: float | None,
+    softcap: float | None,
+    pi_q: Tensor | None = None,
+    pi_k: Tensor | None = None,
+    geometry: Tensor | None = None,
+    table: Tensor | None = None,
+    slopes: Tensor | None = None,
+    barrier: float = 0.0,
+    epsilon: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    def as_float(x: Tensor) -> Tensor:
+        x = x.float()
+        return x if x.stride(-1) == 1 else x.contiguous()
+
+    out, lse, _ = torch.ops.mosar.attend(
+        as_float(q),
+        as_float(k),
+        as_float(v),
+        pi_q,
+        pi_k,
+        plan.query_places,
+        plan.key_places,
+        plan.query_order,
+        plan.key_order,
+        plan.query_offsets,
+        plan.key_offsets,
+        plan.run_lo,
+        plan.run_hi,
+        geometry,
+        table,
+        slopes,
+        groups,
+        bias,
+        1 / math.sqrt(q.shape[-1]) if scale is None else float(scale),
+        0.0 if softcap is None else float(softcap),
+        barrier,
+        epsilon,
+    )
+    return out.to(q.dtype), lse
+
+
+@kept_table
+def _geometry(config: MoSARConfig) -> Tensor:
+    """(plateau, 1 / transition) per (label, class), [R, C, 2]; boundless pairs are all plateau."""
+    pairs = pair_geometry(config)
+    inverse = torch.where(pairs.transition > 0, 1 / pairs.transition.clamp_min(1e-30), 0.0)
+    plateau = pairs.plateau.clone()
+    plateau[-1, -1], inverse[-1, -1] = _FLAT, 0.0
+    table = torch.stack([plateau, inverse], dim=-1)
+    if config.num_sinks:
+        sink = torch.tensor([_FLAT, 0.0], dtype=table.dtype).expand(config.num_regimes, 1, 2)
+        table = torch.cat([table, sink], dim=1)
+    return table.float().contiguous()
+
+
+@kept_table
+def _gates(config: MoSARConfig) -> Tensor:
+    """Gates by distance per (regime, column), padded, [R * C, length]; constant past its end."""
+    return _padded(gate_table(config).flatten(0, 1))
+
+
+@kept_table
+def _hard_gates(config: MoSARConfig) -> Tensor:
+    """The gates with 0 beyond the reach: worth 0 means that the pair does not exist."""
+    gates = _gates(config)
+    distances = torch.arange(gates.shape[1]) - _TABLE_PAD
+    return gates.masked_fill(distances > class_reach(config).reshape(-1, 1), 0.0)
+
+
+@kept_table
+def _log_gates(config: MoSARConfig) -> Tensor:
+    """log2 of the gates per (label, class), for exponents other than 2."""
+    return _gates(config).double().log2().float()
+
+
+def _padded(rows: Tensor) -> Tensor:
+    front = rows[:, :1].expand(-1, _TABLE_PAD)
+    back = rows[:, -1:].expand(-1, _TABLE_PAD)
+    return torch.cat([front, rows, back], dim=1).contiguous()
+
+
+_GRADIENTS_OF = ("q", "k", "v", "pi_q", "pi_k")
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    tensors = tuple(x for x in inputs if isinstance(x, Tensor))
+    ctx.is_tensor = [isinstance(x, Tensor) for x in inputs]
+    ctx.others = [x for x in inputs if not isinstance(x, Tensor)]
+    out, _, softmax = output
+    ctx.mark_non_differentiable(softmax)
+    ctx.save_for_backward(out, softmax, *tensors)
+
+
+def _backward(ctx, dout: Tensor, dlse: Tensor, _: Tensor):
+    out, softmax, *tensors = ctx.saved_tensors
+    tensors, others = iter(tensors), iter(ctx.others)
+    inputs = [next(tensors) if is_tensor else next(others) for is_tensor in ctx.is_tensor]
+    dq, dk, dv, dpi_q, dpi_k = torch.ops.mosar.attend_backward(
+        dout.contiguous(), dlse.contiguous(), out, softmax, *inputs
+    )
+    routed = inputs[3] is not None
+    gradients = [dq, dk, dv, dpi_q if routed else None, dpi_k if routed else None]
+    return (*gradients, *[None] * (len(inputs) - len(gradients)))
+
+
+def _no_second_derivative(ctx, *gradients: Tensor):
+    raise NotImplementedError(
+        "impl='native' gives no second derivatives; use impl='reference' or impl='tiled'"
+    )
+
+
+def _fake_plan(labels_q, classes_k, pos_q, pos_k, floor_q, valid_k, reach):
+    rows, queries, keys = *labels_q.shape, classes_k.shape[1]
+    labels, classes = reach.shape
+    shapes = [
+        (rows, queries),
+        (rows, keys),
+        (rows, labels + 1),
+        (rows, classes + 1),
+        (rows, queries, classes),
+        (rows, queries, classes),
+    ]
+    return tuple(labels_q.new_empty(shape, dtype=torch.int32) for shape in shapes)
+
+
+def _fake_attend(q, *inputs):
+    rows = q.shape[:-1]
+    return q.new_empty(q.shape), q.new_empty(rows), q.new_empty((2, *rows))
+
+
+def _fake_backward(dout, dlse, out, softmax, q, k, v, pi_q, pi_k, *inputs):
+    empty = q.new_empty
+    routings = [empty((0,)) if pi is None else empty(pi.shape) for pi in (pi_q, pi_k)]
+    return empty(q.shape), empty(k.shape), empty(v.shape), *routings
+
+
+@torch.compiler.assume_constant_result
+def load_operators() -> None:
+    """Builds and loads the library once per process and registers what torch must know of it."""
+    _load_operators()
+
+
+@lru_cache(maxsize=1)
+def _load_operators() -> None:
+    torch.ops.load_library(str(load_library()))
+    torch.library.register_fake("mosar::plan")(_fake_plan)
+    torch.library.register_fake("mosar::attend")(_fake_attend)
+    torch.library.register_fake("mosar::attend_backward")(_fake_backward)
+    torch.library.register_autograd("mosar::attend", _backward, setup_context=_setup_context)
+    torch.library.register_autograd("mosar::attend_backward", _no_second_derivative)

@@ -1,0 +1,237 @@
+"""Sort by regime: from labels to a plan that says which keys each query reads, without any n x n.
+
+Keys are sorted by (class, position) and queries by (label, position), stably. What a query may
+read of one key class is then one run [lo, hi) of the sorted keys: R runs per query are the whole
+support. A tile of neighbouring queries of one label reads, per class, the run from its first lo to
+its last hi.
+
+A class is a regime, or the sinks as one more; a plan of one label and one class is dense causal
+attention. Padding is left out of the sort, segments are laid end to end, a window shortens every
+reach: so the runs alone decide which pairs exist, and nothing downstream masks by position.
+
+Shapes: P plan rows (1, B, or B x Gr), T queries, S keys, R labels, C classes; all int32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from mosar.core.config import MoSARConfig
+from mosar.core.hard_domain import class_reach, key_classes
+from mosar.core.layout import Layout, can_check_values
+from mosar.kernels.tables import kept_table
+
+_FAR = torch.iinfo(torch.int32).max
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Sorted orders and the run of sorted keys that each query reads of each class."""
+
+    query_order: Tensor
+    """[P, T]: sorted place -> query."""
+    key_order: Tensor
+    """[P, S]: sorted place -> key; -1 behind the valid ones."""
+    query_offsets: Tensor
+    """[P, R + 1]: where each label starts among the sorted queries."""
+    key_offsets: Tensor
+    """[P, C + 1]: where each class starts among the sorted keys."""
+    run_lo: Tensor
+    """[P, T, C], by sorted query: first key of the run."""
+    run_hi: Tensor
+    """[P, T, C]: one past the last key of the run; equal to run_lo where it is empty."""
+    query_places: Tensor
+    """[P, T]: positions, laid end to end over segments; differences are distances."""
+    key_places: Tensor
+    """[P, S]."""
+
+    @property
+    def row_pair_counts(self) -> Tensor:
+        """Exact number of pairs per plan row, [P] int64."""
+        return (self.run_hi - self.run_lo).sum(dim=(1, 2), dtype=torch.int64)
+
+    @property
+    def pair_count(self) -> int:
+        """Exact number of pairs, over all plan rows."""
+        return int(self.row_pair_counts.sum())
+
+    def padded_pair_count(self, tile: int) -> int:
+        """Pairs evaluated when `tile` neighbouring queries of a label share their runs."""
+        total = 0
+        for row in range(self.query_offsets.shape[0]):
+            offsets = self.query_offsets[row].tolist()
+            for begin, end in pairwise(offsets):
+                if begin == end:
+                    continue
+                first = torch.arange(begin, end, tile, device=self.run_lo.device)
+                last = torch.clamp_max(first + tile, end) - 1
+                widths = self.run_hi[row, last] - self.run_lo[row, first]
+                total += int((widths.clamp_min(0) * (last - first + 1)[:, None]).sum())
+        return total
+
+    @property
+    def density(self) -> float:
+        """Pairs of the plan over all causal pairs of as many valid keys, positions 0..S-1."""
+        keys = self.key_offsets[:, -1].long()
+        queries = keys.clamp_max(self.query_order.shape[1])
+        causal = queries * keys - queries * (queries - 1) // 2
+        return self.pair_count / max(int(causal.clamp_min(1).sum()), 1)
+
+
+@dataclass(frozen=True)
+class PlanInput:
+    """What a plan is made of, as int32 on one device; any planner takes it."""
+
+    labels_q: Tensor
+    """[P, T]."""
+    classes_k: Tensor
+    """[P, S]."""
+    places_q: Tensor
+    """[P, T]."""
+    places_k: Tensor
+    """[P, S]."""
+    floor_q: Tensor | None
+    """[P, T]: where the query's segment starts; None: 0."""
+    valid_k: Tensor | None
+    """[P, S] bool; None: every key."""
+    reach: Tensor
+    """[R, C]: largest distance per (label, class)."""
+
+
+def sparse_plan_input(
+    labels_q: Tensor, labels_k: Tensor, config: MoSARConfig, layout: Layout
+) -> PlanInput:
+    """The plan of sparse routing; labels [B, T] and [B, S], or [B, Gr, T] and [B, Gr, S]."""
+    classes_k = key_classes(labels_k, config, layout)
+    groups = labels_q.shape[1] if labels_q.dim() == 3 else 1
+    return _plan_input(
+        labels_q.reshape(-1, labels_q.shape[-1]),
+        classes_k.reshape(-1, classes_k.shape[-1]),
+        _whole_reach(config, layout.window),
+        layout,
+        groups,
+    )
+
+
+def dense_plan_input(layout: Layout) -> PlanInput:
+    """The plan of all pairs that exist: one label, one class."""
+    tensors = (layout.query_positions, layout.key_positions, layout.key_valid, layout.key_segments)
+    rows = max(tensor.shape[0] for tensor in tensors if tensor is not None)
+    queries, keys = layout.query_positions.shape[1], layout.key_positions.shape[1]
+    device = layout.query_positions.device
+    labels_q = torch.zeros(rows, queries, dtype=torch.int32, device=device)
+    classes_k = torch.zeros(rows, keys, dtype=torch.int32, device=device)
+    return _plan_input(labels_q, classes_k, _whole_reach(None, layout.window), layout, 1)
+
+
+@kept_table
+def _whole_reach(config: MoSARConfig | None, window: int | None) -> Tensor:
+    """Largest whole distance per (label, class), [R, C] int32; without a config of any pair."""
+    reach = torch.full((1, 1), torch.inf) if config is None else class_reach(config)
+    limit = _FAR if window is None else min(window, _FAR)
+    # float64 holds the limit exactly; float32 would round it up and overflow.
+    return reach.double().floor().clamp_max(limit).to(torch.int32)
+
+
+def _plan_input(
+    labels_q: Tensor, classes_k: Tensor, reach: Tensor, layout: Layout, groups: int
+) -> PlanInput:
+    places_q, places_k, floor_q = _lay_out(layout)
+
+    def rows(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        tensor = tensor.expand(labels_q.shape[0] // groups, -1)
+        if groups > 1:
+            tensor = tensor.repeat_interleave(groups, dim=0)
+        return tensor.to(dtype).contiguous()
+
+    return PlanInput(
+        labels_q=labels_q.to(torch.int32).contiguous(),
+        classes_k=classes_k.to(torch.int32).contiguous(),
+        places_q=rows(places_q, torch.int32),
+        places_k=rows(places_k, torch.int32),
+        floor_q=None if floor_q is None else rows(floor_q, torch.int32),
+        valid_k=None if layout.key_valid is None else rows(layout.key_valid, torch.bool),
+        reach=reach.to(labels_q.device),
+    )
+
+
+def _lay_out(layout: Layout) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Positions such that segments follow each other, and where each query's segment starts."""
+    places_q, places_k, floor_q = layout.query_positions, layout.key_positions, None
+    if layout.key_segments is not None and layout.query_segments is not None:
+        batch, num_keys = layout.key_segments.shape
+        num_queries = layout.query_segments.shape[1]
+        positions = torch.cat(
+            [places_k.expand(batch, num_keys), places_q.expand(batch, num_queries)], dim=1
+        )
+        segments = torch.cat([layout.key_segments, layout.query_segments], dim=1)
+        counted = torch.ones_like(positions, dtype=torch.bool)
+        if layout.key_valid is not None:
+            counted[:, :num_keys] = layout.key_valid
+        names, rank = torch.unique(segments, return_inverse=True)
+        spread = (batch, len(names))
+        high = positions.masked_fill(~counted, -1)
+        low = positions.masked_fill(~counted, _FAR)
+        last = high.new_full(spread, -1).scatter_reduce(1, rank, high, "amax")
+        first = low.new_full(spread, _FAR).scatter_reduce(1, rank, low, "amin")
+        span = (last - first + 1).clamp_min(0)
+        start = span.cumsum(dim=1) - span
+        placed = positions - first.gather(1, rank) + start.gather(1, rank)
+        placed = placed.masked_fill(~counted, 0)
+        places_k, places_q = placed[:, :num_keys], placed[:, num_keys:]
+        floor_q = start.gather(1, rank[:, num_keys:])
+    elif layout.key_valid is not None:
+        places_k = places_k.masked_fill(~layout.key_valid, 0)
+    default = places_k is layout.key_positions and layout.default_positions
+    if not default and can_check_values(places_q):
+        highest = max(int(places_q.max()), int(places_k.max()))
+        if highest >= _FAR:
+            raise ValueError(f"positions must stay below 2^31 - 1, got {highest}")
+    return places_q, places_k, floor_q
+
+
+def build_plan(plan_input: PlanInput) -> Plan:
+    """The plan with torch operators, on any device: two sorts and two binary searches per class."""
+    labels_q, classes_k = plan_input.labels_q.long(), plan_input.classes_k.long()
+    places_q, places_k = plan_input.places_q.long(), plan_input.places_k.long()
+    num_labels, num_classes = plan_input.reach.shape
+    if plan_input.valid_k is not None:
+        classes_k = classes_k.masked_fill(~plan_input.valid_k, num_classes)
+    # One number orders by class (or label) first and by place inside it.
+    span = torch.maximum(places_q.max(), places_k.max()) + 1
+    sorted_k, key_order = torch.sort(classes_k * span + places_k, dim=1, stable=True)
+    sorted_q, query_order = torch.sort(labels_q * span + places_q, dim=1, stable=True)
+    bounds_k = torch.arange(num_classes + 1, device=span.device) * span
+    bounds_q = torch.arange(num_labels + 1, device=span.device) * span
+    rows = labels_q.shape[0]
+    key_offsets = torch.searchsorted(sorted_k, bounds_k.expand(rows, -1).contiguous())
+    query_offsets = torch.searchsorted(sorted_q, bounds_q.expand(rows, -1).contiguous())
+
+    place_PT = places_q.gather(1, query_order)
+    label_PT = labels_q.gather(1, query_order)
+    first_PTC = place_PT[:, :, None] - plan_input.reach.long()[label_PT]
+    if plan_input.floor_q is None:
+        first_PTC = first_PTC.clamp_min(0)
+    else:
+        floor_PT = plan_input.floor_q.long().gather(1, query_order)
+        first_PTC = torch.maximum(first_PTC, floor_PT[:, :, None])
+    class_start_C = bounds_k[:-1]
+    shape = first_PTC.shape
+    lo = torch.searchsorted(sorted_k, (first_PTC + class_start_C).reshape(rows, -1))
+    here = (place_PT[:, :, None] + class_start_C).reshape(rows, -1)
+    hi = torch.maximum(torch.searchsorted(sorted_k, here, right=True), lo)
+    behind = torch.arange(key_order.shape[1], device=span.device) >= key_offsets[:, -1:]
+    return Plan(
+        query_order=query_order.int(),
+        key_order=key_order.masked_fill(behind, -1).int(),
+        query_offsets=query_offsets.int(),
+        key_offsets=key_offsets.int(),
+        run_lo=lo.reshape(shape).int(),
+        run_hi=hi.reshape(shape).int(),
+        query_places=plan_input.places_q,
+        key_places=plan_input.places_k,
+    )

@@ -1,0 +1,266 @@
+"""The plan with torch operators alone: no compiler, any device, O(pairs) work, O(n d) memory.
+
+Queries are taken in tiles of one label; a tile gathers, per key class, the run of sorted keys that
+its queries read, and attends to them with one softmax. Where gradients are needed each tile is
+checkpointed: its scores are computed again in the backward pass instead of being kept.
+
+Shapes: B batch rows of a plan row, K its key/value heads, J query heads per key/value head,
+T queries of the tile, S keys of its runs, D head dim.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise, product
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from mosar.core.config import MoSARConfig
+from mosar.core.hard_domain import class_reach
+from mosar.core.layout import Layout
+from mosar.core.regimes import pair_geometry
+from mosar.kernels.plan import Plan, build_plan, dense_plan_input, sparse_plan_input
+from mosar.kernels.tables import gate_table
+
+_TILE = 128
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Queries of one label and the keys they read, as places in the sorted orders of a plan row."""
+
+    batch: slice
+    groups: slice
+    label: int
+    queries: Tensor
+    """[T]: indices of the queries."""
+    keys: Tensor
+    """[S]: indices of the keys, class after class."""
+    classes: Tensor
+    """[S]: the class of each key."""
+    distances: Tensor
+    """[T, S]."""
+    admissible: Tensor
+    """[T, S] bool: inside the query's own run."""
+
+
+BiasOfTile = Callable[[Tile], "Tensor | None"]
+
+
+def sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    labels_q: Tensor,
+    labels_k: Tensor,
+    config: MoSARConfig,
+    layout: Layout,
+    *,
+    scale: float | None,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Only the pairs of the support, labels [B, T] or [B, Gr, T]; output and log-sum-exp."""
+    plan = build_plan(sparse_plan_input(labels_q, labels_k, config, layout))
+    geometry = pair_geometry(config)
+    boundless = class_reach(config) == math.inf
+
+    def bias(tile: Tile) -> Tensor:
+        # Classes beyond the regimes (sinks) and the global pair have no transition.
+        label, columns = tile.label, tile.classes.clamp_max(config.global_index)
+        plateau = geometry.plateau[label].to(columns.device)[columns]
+        transition = geometry.transition[label].to(columns.device)[columns]
+        flat = boundless[label].to(columns.device)[tile.classes] | (transition == 0)
+        progress = (tile.distances - plateau) / transition.masked_fill(flat, 1.0)
+        progress = progress.clamp(0, 1).masked_fill(flat, 0.0)
+        return -config.barrier * progress**config.exponent
+
+    groups = labels_q.shape[1] if labels_q.dim() == 3 else 1
+    return _attend(q, k, v, plan, groups, bias, scale, softcap)
+
+
+def worth_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pi_q: Tensor,
+    pi_k: Tensor,
+    config: MoSARConfig,
+    layout: Layout,
+    *,
+    scale: float | None,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    """All existing pairs with the mixture of gates; one-hot routing gives top-1. With gradients."""
+    if pi_q.dim() == 3:
+        pi_q, pi_k = pi_q[:, None], pi_k[:, None]
+    dtype = torch.promote_types(pi_q.dtype, pi_k.dtype)
+    gate_RRd = gate_table(config, dtype).to(q.device)
+    sinks_BS = layout.sinks(config.num_sinks) if config.num_sinks else None
+
+    def bias(tile: Tile) -> Tensor:
+        pi_q_BGTR = pi_q[tile.batch, tile.groups, tile.queries]
+        pi_k_BGSR = pi_k[tile.batch, tile.groups, tile.keys]
+        places = tile.distances.clamp(0, gate_RRd.shape[-1] - 1)
+        # One regime pair at a time: all pairs' gates at once would be R x R tiles of memory.
+        worth_BGTS = torch.zeros((), dtype=dtype, device=q.device)
+        for m, n in product(range(config.num_regimes), repeat=2):
+            mixed_BGTS = pi_q_BGTR[..., :, m, None] * pi_k_BGSR[..., None, :, n]
+            worth_BGTS = worth_BGTS + mixed_BGTS * gate_RRd[m, n][places]
+        bias_BGTS = worth_BGTS.clamp_min(config.epsilon).log()
+        if sinks_BS is not None:
+            rows = sinks_BS if sinks_BS.shape[0] == 1 else sinks_BS[tile.batch]
+            bias_BGTS = bias_BGTS.masked_fill(rows[:, tile.keys][:, None, None, :], 0.0)
+        return bias_BGTS
+
+    plan = build_plan(dense_plan_input(layout))
+    return _attend(q, k, v, plan, pi_q.shape[1], bias, scale, softcap)
+
+
+def distance_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: Layout,
+    *,
+    log_gate: Tensor | None,
+    slopes: Tensor | None,
+    scale: float | None,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    """All existing pairs with a bias by distance; gradients reach log_gate and slopes."""
+    kv_heads = k.shape[1]
+
+    def bias(tile: Tile) -> Tensor | None:
+        distances_TS = tile.distances.clamp_min(0)
+        total = None
+        if log_gate is not None:
+            total = log_gate[:, distances_TS.clamp_max(log_gate.shape[1] - 1)]
+        if slopes is not None:
+            linear = -slopes[:, None, None] * distances_TS
+            total = linear if total is None else total + linear
+        if total is None or total.shape[0] == 1:
+            return total
+        return total.unflatten(0, (kv_heads, -1))
+
+    plan = build_plan(dense_plan_input(layout))
+    return _attend(q, k, v, plan, 1, bias, scale, softcap, bias_by_head=True)
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: Plan,
+    groups: int,
+    bias_of: BiasOfTile,
+    scale: float | None,
+    softcap: float | None,
+    bias_by_head: bool = False,
+) -> tuple[Tensor, Tensor]:
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    kv_heads = k.shape[1]
+    q_BKJTD = q.unflatten(1, (kv_heads, -1))
+
+    @torch.autocast(q.device.type, enabled=False)
+    def attend(tile: Tile, q_BKJTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor):
+        score = torch.einsum("bkjtd,bksd->bkjts", q_BKJTD.to(dtype), k_BKSD.to(dtype)) * scale
+        if softcap is not None:
+            score = softcap * torch.tanh(score / softcap)
+        bias = bias_of(tile)
+        admissible = tile.admissible
+        if bias is not None:
+            bias = _by_head(bias, score.shape[1], bias_by_head)
+            admissible = admissible & (bias > -math.inf)
+            score = score + bias.to(dtype)
+        score = score.masked_fill(~admissible, -math.inf)
+        empty = ~admissible.any(dim=-1, keepdim=True)
+        score = score.masked_fill(empty, 0)
+        # Not exp(score - lse): a large lse is rounded, and all weights of its row would be off.
+        weight = torch.softmax(score, dim=-1).masked_fill(~admissible, 0)
+        lse = torch.logsumexp(score, dim=-1).masked_fill(empty[..., 0], -math.inf)
+        return torch.einsum("bkjts,bksd->bkjtd", weight, v_BKSD.to(dtype)), lse
+
+    keep_scores = not torch.is_grad_enabled()
+    rows_out, rows_lse = [], []
+    for row, batch, group in _plan_rows(plan, q.shape[0], groups):
+        # Rows of a plan are whole batches, single batch entries, or single groups of one.
+        heads = slice(None)
+        if group != slice(None):
+            per_group = kv_heads // groups
+            heads = slice(group.start * per_group, group.stop * per_group)
+        q_row, k_row, v_row = q_BKJTD[batch, heads], k[batch, heads], v[batch, heads]
+        outs, lses = [], []
+        for tile in _tiles(plan, row, batch, group):
+            parts = (
+                tile,
+                q_row[:, :, :, tile.queries],
+                k_row[:, :, tile.keys],
+                v_row[:, :, tile.keys],
+            )
+            out, lse = (
+                attend(*parts) if keep_scores else checkpoint(attend, *parts, use_reentrant=False)
+            )
+            outs.append(out)
+            lses.append(lse)
+        back = torch.argsort(plan.query_order[row].long())
+        rows_out.append(torch.cat(outs, dim=3)[:, :, :, back])
+        rows_lse.append(torch.cat(lses, dim=3)[:, :, :, back])
+    shape = (q.shape[0], kv_heads, *q_BKJTD.shape[2:])
+    out = _join(rows_out, shape).flatten(1, 2)
+    lse = _join(rows_lse, shape[:-1]).flatten(1, 2)
+    return out.to(q.dtype), lse
+
+
+def _by_head(bias: Tensor, heads: int, by_head: bool) -> Tensor:
+    """Biases as [.., K, J, T, S]: given per pair, per (group, pair) or per (head, pair)."""
+    if bias.dim() == 2 or by_head:
+        return bias
+    return bias.repeat_interleave(heads // bias.shape[1], dim=1)[:, :, None]
+
+
+def _join(rows: list[Tensor], shape: tuple[int, ...]) -> Tensor:
+    """Plan rows, each [batch rows, heads, ...], to the whole [B, K, ...]."""
+    if len(rows) == 1:
+        return rows[0]
+    return torch.cat([row.flatten(0, 1) for row in rows]).unflatten(0, shape[:2])
+
+
+def _plan_rows(plan: Plan, batch: int, groups: int) -> Iterator[tuple[int, slice, slice]]:
+    rows = plan.query_order.shape[0]
+    for row in range(rows):
+        if rows == 1 and batch * groups > 1:
+            yield row, slice(None), slice(None)
+        elif rows == batch:
+            yield row, slice(row, row + 1), slice(None)
+        else:
+            b, g = divmod(row, groups)
+            yield row, slice(b, b + 1), slice(g, g + 1)
+
+
+def _tiles(plan: Plan, row: int, batch: slice, groups: slice) -> Iterator[Tile]:
+    """The tiles of one plan row, in sorted order."""
+    offsets = plan.query_offsets[row].tolist()
+    order_q, order_k = plan.query_order[row].long(), plan.key_order[row].long()
+    lo, hi = plan.run_lo[row], plan.run_hi[row]
+    places_q, places_k = plan.query_places[row].long(), plan.key_places[row].long()
+    device = order_q.device
+    for label, (begin, end) in enumerate(pairwise(offsets)):
+        for first in range(begin, end, _TILE):
+            last = min(first + _TILE, end)
+            lows, highs = lo[first].tolist(), hi[last - 1].tolist()
+            runs = [torch.arange(a, max(a, b)) for a, b in zip(lows, highs, strict=True)]
+            sorted_keys = torch.cat(runs).to(device)
+            classes = torch.cat([torch.full((len(run),), c) for c, run in enumerate(runs)]).to(
+                device
+            )
+            queries, keys = order_q[first:last], order_k[sorted_keys]
+            inside = (lo[first:last][:, classes] <= sorted_keys) & (
+                hi[first:last][:, classes] > sorted_keys
+            )
+            distances = places_q[queries][:, None] - places_k[keys][None, :]
+            yield Tile(batch, groups, label, queries, keys, classes, distances, inside)

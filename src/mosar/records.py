@@ -1,0 +1,313 @@
+"""The schema of every result we write: JSON objects, one a line, appended and never changed.
+
+A line holds `schema`, `kind`, `created`, `environment`, the fields of its kind, and `derived`: what
+follows from them, written for readers of the file and computed again when it is read here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+from dataclasses import asdict, dataclass, field, fields
+from datetime import UTC, datetime
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from mosar.version import __version__
+
+SCHEMA_VERSION = 1
+
+
+def environment() -> dict[str, Any]:
+    """The software and the machine that a result was made with."""
+    import torch
+
+    return {
+        "mosar": __version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "cpu": _cpu_model(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "platform": platform.platform(),
+        "commit": _commit(),
+    }
+
+
+@lru_cache(maxsize=1)
+def _cpu_model() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+@lru_cache(maxsize=1)
+def _commit() -> str | None:
+    """The commit of this source tree, "+" where it was changed since; None outside of one."""
+    folder = Path(__file__).parent
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(folder), *arguments]
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=10
+        ).stdout
+
+    try:
+        # An installed copy may lie inside a repository of something else: ours tracks this file.
+        git("ls-files", "--error-unmatch", Path(__file__).name)
+        commit = git("rev-parse", "HEAD").strip()
+        return commit + ("+" if git("status", "--porcelain", "--", str(folder)) else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """What every kind of record carries."""
+
+    kind: ClassVar[str]
+    created: str = field(default_factory=_now)
+    """When, ISO 8601, UTC."""
+    environment: dict[str, Any] = field(default_factory=environment)
+    """As `environment()` gives it."""
+
+    def derived(self) -> dict[str, Any]:
+        """What follows from the fields."""
+        return {}
+
+    def to_dict(self) -> dict[str, Any]:
+        head = {"schema": SCHEMA_VERSION, "kind": self.kind}
+        return head | asdict(self) | {"derived": self.derived()}
+
+    @classmethod
+    def from_fields(cls, values: dict[str, Any]) -> Self:
+        """The record of these fields; a ValueError names a field that is unknown or missing."""
+        check_fields(cls, values)
+        return cls(**values)
+
+
+def check_fields(cls: type, values: object) -> None:
+    """A ValueError where `values` is not an object with every field of the dataclass `cls`."""
+    if not isinstance(values, dict):
+        raise ValueError(f"{cls.__name__} must be a JSON object, got {values!r:.60}")
+    known = {item.name for item in fields(cls)}
+    unknown, missing = sorted(set(values) - known), sorted(known - set(values))
+    if unknown or missing:
+        raise ValueError(f"{cls.__name__} lacks the fields {missing} and has unknown {unknown}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """What was measured of one competitor, or why nothing was."""
+
+    samples_ms: tuple[float, ...] = ()
+    """One time a round, milliseconds a call."""
+    peak_bytes: int | None = None
+    """Peak resident memory of one call above what was there before it."""
+    unavailable: str | None = None
+    """Why a figure is missing."""
+
+    @property
+    def median_ms(self) -> float | None:
+        return statistics.median(self.samples_ms) if self.samples_ms else None
+
+    @property
+    def min_ms(self) -> float | None:
+        return min(self.samples_ms, default=None)
+
+    @classmethod
+    def from_fields(cls, values: dict[str, Any]) -> Self:
+        check_fields(cls, values)
+        nested: dict[str, Any] = {"samples_ms": tuple(values["samples_ms"])}
+        return cls(**values | nested)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ErrorCheck:
+    """The largest error of a tensor against float64, and the budget it had."""
+
+    error: float | None
+    """None: not a number."""
+    budget: float
+
+    @property
+    def passed(self) -> bool:
+        return self.error is not None and self.error <= self.budget
+
+    @classmethod
+    def from_fields(cls, values: dict[str, Any]) -> Self:
+        check_fields(cls, values)
+        return cls(**values)
+
+
+# A forward pass reads a pair twice (score, value) with a multiplication and an addition each; with
+# the backward pass it is 3.5 times that, the scores being computed again.
+_FLOPS_PER_PAIR = 4.0
+_WITH_BACKWARD = 3.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionBenchmark(Record):
+    """One row of `mosar bench attention`: one problem, every competitor."""
+
+    kind: ClassVar[str] = "bench.attention"
+    mode: str
+    """"sparse", "sparse-train", "soft-train" or "distance-train"."""
+    heads: int
+    kv_heads: int
+    head_dim: int
+    length: int
+    """n, queries and keys."""
+    labels: str
+    """Where they come from: "independent", "clustered" or a file's name; "none": none are read."""
+    seed: int
+    pairs: int
+    """Pairs inside the support."""
+    causal_pairs: int
+    gemm_gflops: float
+    """What a large matrix product has reached on this machine, in the same run up to this row."""
+    checks: dict[str, ErrorCheck]
+    """By tensor: "out", and with training "dq", "dk", "dv", "dpi_q", "dpi_k"."""
+    measurements: dict[str, Measurement]
+    """By competitor, "sdpa" and "ours" among them."""
+    plan: Measurement
+    """Building ours' plan alone."""
+
+    @property
+    def shape(self) -> str:
+        return f"{self.heads}x{self.kv_heads}x{self.head_dim}"
+
+    @property
+    def trains(self) -> bool:
+        return self.mode.endswith("-train")
+
+    @property
+    def density(self) -> float:
+        """rho: the share of the causal pairs that are inside the support."""
+        return self.pairs / self.causal_pairs
+
+    @property
+    def correct(self) -> bool:
+        return all(check.passed for check in self.checks.values())
+
+    @property
+    def speedup(self) -> float | None:
+        """Times faster than dense SDPA; None where ours is wrong or one was not timed."""
+        return self.speedup_of("ours") if self.correct else None
+
+    def speedup_of(self, competitor: str) -> float | None:
+        dense, theirs = self.median_ms("sdpa"), self.median_ms(competitor)
+        return dense / theirs if dense and theirs else None
+
+    def median_ms(self, competitor: str) -> float | None:
+        return self.measurements.get(competitor, Measurement()).median_ms
+
+    def peak_bytes(self, competitor: str) -> int | None:
+        return self.measurements.get(competitor, Measurement()).peak_bytes
+
+    @property
+    def speedup_times_density(self) -> float | None:
+        """1: all of what sparsity promises."""
+        return None if self.speedup is None else self.speedup * self.density
+
+    @property
+    def plan_share(self) -> float | None:
+        """Time of the plan over time of ours, which includes it."""
+        plan, ours = self.plan.median_ms, self.median_ms("ours")
+        return plan / ours if plan and ours else None
+
+    @property
+    def memory_ratio(self) -> float | None:
+        """Peak memory of ours over that of SDPA."""
+        ours, dense = self.peak_bytes("ours"), self.peak_bytes("sdpa")
+        return ours / dense if ours is not None and dense else None
+
+    @property
+    def gflops(self) -> float | None:
+        """Useful arithmetic of ours, counting exact pairs, in 10^9 operations a second."""
+        ours = self.median_ms("ours")
+        if ours is None or not self.correct:
+            return None
+        per_pair = _FLOPS_PER_PAIR * (_WITH_BACKWARD if self.trains else 1.0)
+        return per_pair * self.heads * self.head_dim * self.pairs / (ours * 1e6)
+
+    def derived(self) -> dict[str, Any]:
+        return {
+            "density": self.density,
+            "correct": self.correct,
+            "median_ms": {name: m.median_ms for name, m in self.measurements.items()},
+            "min_ms": {name: m.min_ms for name, m in self.measurements.items()},
+            "speedup": self.speedup,
+            "speedup_times_density": self.speedup_times_density,
+            "plan_share": self.plan_share,
+            "memory_ratio": self.memory_ratio,
+            "gflops": self.gflops,
+            "gemm_share": None if self.gflops is None else self.gflops / self.gemm_gflops,
+        }
+
+    @classmethod
+    def from_fields(cls, values: dict[str, Any]) -> Self:
+        check_fields(cls, values)
+        nested: dict[str, Any] = {
+            "checks": {name: ErrorCheck.from_fields(v) for name, v in values["checks"].items()},
+            "measurements": {
+                name: Measurement.from_fields(v) for name, v in values["measurements"].items()
+            },
+            "plan": Measurement.from_fields(values["plan"]),
+        }
+        return cls(**values | nested)
+
+
+_KINDS: dict[str, type[Record]] = {cls.kind: cls for cls in (AttentionBenchmark,)}
+
+
+def append_record(path: Path | str, record: Record) -> None:
+    """Adds one line to a file, in one write that has reached the disk when this returns."""
+    line = json.dumps(record.to_dict(), allow_nan=False).encode() + b"\n"
+    with open(path, "ab+", buffering=0) as file:
+        end = file.seek(0, os.SEEK_END)
+        if end:
+            file.seek(end - 1)
+            if file.read(1) != b"\n":
+                # Somebody died in the middle of a line: that line is lost, this one must not be.
+                line = b"\n" + line
+        if file.write(line) != len(line):
+            raise OSError(f"{path} took only a part of a record; is the disk full?")
+        os.fsync(file.fileno())
+
+
+def read_records(path: Path | str) -> list[Record]:
+    """The records of a file in its order; a damaged line is a ValueError that names it."""
+    records = []
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                records.append(_decode(line))
+            except (ValueError, TypeError, AttributeError) as error:
+                raise ValueError(f"{path}, line {number}: {error}") from None
+    return records
+
+
+def _decode(line: bytes) -> Record:
+    values = json.loads(line)
+    if not isinstance(values, dict):
+        raise ValueError(f"a record must be a JSON object, got {type(values).__name__}")
+    schema, kind = values.pop("schema", None), values.pop("kind", None)
+    if schema != SCHEMA_VERSION:
+        raise ValueError(f"schema must be {SCHEMA_VERSION}, got {schema!r}")
+    if kind not in _KINDS:
+        raise ValueError(f"kind must be one of {sorted(_KINDS)}, got {kind!r}")
+    values.pop("derived", None)
+    return _KINDS[kind].from_fields(values)

@@ -1,0 +1,318 @@
+"""`mosar bench attention` at tiny sizes: its table, its records, no speed-up for a wrong result.
+
+Nothing here looks at how long something takes.
+"""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from benchmark_records import make_benchmark, make_wrong_benchmark
+from mosar.attention import mosar_attention
+from mosar.bench import attention, cases
+from mosar.bench.attention import AttentionBenchmarkSettings, run_attention_benchmark
+from mosar.bench.cases import MODES, Case, Shape, build_problem
+from mosar.bench.correctness import check_problem
+from mosar.bench.memory import _CLEAR, measure_peak
+from mosar.bench.targets import verdicts
+from mosar.cli import app
+from mosar.core.hard_domain import build_hard_domain
+from mosar.records import Measurement, read_records
+
+TINY = ("--shapes", "4x2x8", "--lengths", "40,300", "--seconds", "0.001", "--memory", "none")
+QUICK = (*TINY, "--competitors", "sdpa,reference,ours")
+SETTINGS = AttentionBenchmarkSettings(
+    shapes=(Shape(4, 2, 8),),
+    lengths=(40, 300),
+    memory_lengths=(),
+    competitors=("sdpa", "ours"),
+    seconds=0.001,
+)
+GRADIENTS = ("dq", "dk", "dv")
+TENSORS = {
+    "sparse": ("out",),
+    "sparse-train": ("out", *GRADIENTS),
+    "soft-train": ("out", *GRADIENTS, "dpi_q", "dpi_k"),
+    "distance-train": ("out", *GRADIENTS),
+}
+
+
+def bench(*arguments):
+    return CliRunner().invoke(app, ["bench", "attention", *map(str, arguments)])
+
+
+@pytest.fixture
+def broken(monkeypatch):
+    """Ours, a little off in one query row that is always looked at; the definition is intact."""
+
+    def attend(*arguments, impl="auto", **options):
+        out = mosar_attention(*arguments, impl=impl, **options)
+        if impl == "auto":
+            out = out.clone()
+            out[..., -1, :] += 1e-3
+        return out
+
+    monkeypatch.setattr(cases, "mosar_attention", attend)
+
+
+def test_table_and_records(tmp_path):
+    path = tmp_path / "a.jsonl"
+    result = bench(*QUICK, "--json", path)
+    assert result.exit_code == 0, result.output
+    for name in ("shape", "ρ", "SDPA", "reference", "ours", "speed-up", "plan", "memory", "target"):
+        assert name in result.stdout
+    assert "GFLOP/s" in result.stdout
+    assert "GEMM peak 100 GFLOP/s" in result.stdout
+    assert "Labels: independent, seed 0" in result.stdout
+    assert "4x2x8, n = 300" in result.stderr
+    first, second = read_records(path)
+    assert (first.length, second.length) == (40, 300)
+    assert list(second.measurements) == ["sdpa", "reference", "ours"]
+    assert all(len(m.samples_ms) >= 5 for m in second.measurements.values())
+    assert second.correct and second.speedup > 0 and second.plan_share > 0
+    line = json.loads(path.read_text().splitlines()[1])
+    assert line["derived"]["speedup"] == pytest.approx(second.speedup)
+    assert {"schema", "kind", "created", "environment", "checks"} <= set(line)
+
+
+def test_density_is_the_exact_count():
+    (record,) = run_attention_benchmark(replace(SETTINGS, lengths=(300,)))
+    problem = build_problem(Case(mode="sparse", shape=Shape(4, 2, 8), length=300))
+    labels = (pi.argmax(dim=-1) for pi in (problem.pi_q, problem.pi_k))
+    assert record.density == build_hard_domain(*labels, problem.case.config).density
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_checks_what_it_computes(mode):
+    (record,) = run_attention_benchmark(
+        replace(SETTINGS, modes=(mode,), lengths=(20,), competitors=("sdpa", "reference", "ours"))
+    )
+    assert tuple(record.checks) == TENSORS[mode]
+    assert record.correct, record.checks
+    assert (record.density == 1) or mode.startswith("sparse")
+    assert record.labels == ("independent" if mode.startswith("sparse") else "none")
+
+
+@pytest.mark.parametrize("mode", ["sparse", "sparse-train"])
+def test_wrong_result_gets_no_speedup(tmp_path, broken, mode):
+    path = tmp_path / "a.jsonl"
+    result = bench(*QUICK, "--mode", mode, "--json", path, "--plot", tmp_path / "a.png")
+    assert result.exit_code == 1
+    assert "WRONG: out" in result.stdout
+    assert result.stderr.splitlines()[-1] == "mosar: error: 2 of 2 rows gave a wrong result"
+    for line in path.read_text().splitlines():
+        derived = json.loads(line)["derived"]
+        assert derived["correct"] is False
+        assert derived["speedup"] is None and derived["gflops"] is None
+    assert not (tmp_path / "a.png").exists()
+
+
+def test_wrong_gradient_is_found():
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * 1.001
+
+    def attend(q, k, *arguments, impl="auto", **options):
+        k = Doubled.apply(k) if impl == "auto" else k
+        return mosar_attention(q, k, *arguments, impl=impl, **options)
+
+    problem = build_problem(Case(mode="sparse-train", shape=Shape(4, 2, 8), length=300))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cases, "mosar_attention", attend)
+        checks = check_problem(problem)
+    assert [name for name, check in checks.items() if not check.passed] == ["dk"]
+
+
+def test_not_a_number_is_wrong(monkeypatch):
+    def attend(*arguments, impl="auto", **options):
+        out = mosar_attention(*arguments, impl=impl, **options)
+        return out * torch.nan if impl == "auto" else out
+
+    monkeypatch.setattr(cases, "mosar_attention", attend)
+    (record,) = run_attention_benchmark(replace(SETTINGS, lengths=(40,)))
+    assert record.checks["out"].error is None
+    assert not record.correct
+    json.dumps(record.to_dict(), allow_nan=False)
+
+
+def test_flex_is_left_out_where_it_cannot_or_need_not_run(monkeypatch):
+    monkeypatch.setattr(attention, "first_call", lambda call: pytest.fail("compiled"))
+    settings = replace(SETTINGS, competitors=None, lengths=(40,))
+    (record,) = run_attention_benchmark(settings)
+    assert "1024 to 4096 tokens" in record.measurements["flex"].unavailable
+    settings = replace(settings, competitors=("flex", "ours"), modes=("sparse-train",))
+    (record,) = run_attention_benchmark(settings)
+    assert "no backward pass" in record.measurements["flex"].unavailable
+    assert record.speedup is None
+
+
+@pytest.mark.parametrize("failure", ["no compiler", "another result"])
+def test_flex_that_fails_gives_a_reason(monkeypatch, failure):
+    def first_call(call):
+        if failure == "no compiler":
+            raise attention.FlexUnavailable("no compiler here")
+        return torch.zeros(1, 4, 40, 8)
+
+    monkeypatch.setattr(attention, "first_call", first_call)
+    settings = replace(SETTINGS, competitors=("sdpa", "flex", "flex-sorted", "ours"), lengths=(40,))
+    (record,) = run_attention_benchmark(settings)
+    for name in ("flex", "flex-sorted"):
+        assert failure in record.measurements[name].unavailable
+    assert record.correct and record.speedup
+
+
+@pytest.mark.slow
+def test_flex_computes_the_same(tmp_path):
+    path = tmp_path / "a.jsonl"
+    result = bench(*TINY, "--competitors", "sdpa,flex,flex-sorted,ours", "--json", path)
+    assert result.exit_code == 0, result.output
+    for record in read_records(path):
+        for name in ("flex", "flex-sorted"):
+            assert record.measurements[name].unavailable is None
+            assert record.median_ms(name)
+
+
+@pytest.mark.skipif(not _CLEAR.exists(), reason="needs /proc/self/clear_refs")
+def test_memory_holds_at_least_the_output():
+    case = Case(mode="sparse", shape=Shape(8, 8, 64), length=4096)
+    output = 8 * 4096 * 64 * 4
+    assert output <= measure_peak(case, "sdpa") < 8 * output
+
+
+def test_memory_alone_makes_a_row(monkeypatch):
+    monkeypatch.setattr(attention, "measure_peak", lambda case, name: {"sdpa": 2, "ours": 3}[name])
+    settings = replace(SETTINGS, lengths=(40,), memory_lengths=(64,))
+    timed, remembered = run_attention_benchmark(settings)
+    assert (timed.memory_ratio, remembered.memory_ratio) == (None, 1.5)
+    assert remembered.length == 64 and remembered.speedup is None
+
+
+def test_memory_is_measured_by_default_at_8192_or_the_largest_length():
+    assert AttentionBenchmarkSettings().remembered_lengths() == (8192,)
+    assert AttentionBenchmarkSettings(lengths=(64, 4096, 16384)).remembered_lengths() == (4096,)
+    assert AttentionBenchmarkSettings(lengths=(16384,)).remembered_lengths() == (0,)
+    assert len(AttentionBenchmarkSettings(lengths=(16384,)).cases()) == 3
+
+
+def test_default_rows():
+    default = AttentionBenchmarkSettings()
+    assert [case.length for case in default.cases()[:6]] == [256, 512, 1024, 2048, 4096, 8192]
+    assert len(default.cases()) == 18
+    soft = AttentionBenchmarkSettings(modes=("soft-train",), shapes=default.shapes[:1])
+    assert [case.length for case in soft.cases()] == [2048, 8192]
+
+
+def test_labels_of_a_file_by_its_name(tmp_path):
+    path = tmp_path / "mine.npz"
+    np.savez(path, labels_q=np.zeros(40, dtype=int), labels_k=np.full(40, 2))
+    result = bench(*QUICK, "--lengths", 40, "--labels", path)
+    assert result.exit_code == 0, result.output
+    assert "Labels: mine.npz" in result.stdout
+    assert str(tmp_path) not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (("--mode", "dense"), "mode must be one of sparse, sparse-train"),
+        (("--mode", ","), "at least one mode is needed"),
+        (("--shapes", "8x1"), "a shape is HEADSxKV_HEADSxHEAD_DIM like 8x1x256, got '8x1'"),
+        (("--shapes", "8x3x64"), "a multiple of the key/value heads, got '8x3x64'"),
+        (("--shapes", ""), "at least one shape is needed"),
+        (("--lengths", "2k"), "--lengths takes numbers like 2048,8192, got '2k'"),
+        (("--lengths", "0"), "lengths must be at least 1, got 0"),
+        (("--memory", "some"), "--memory takes numbers"),
+        (("--competitors", "flash"), "competitor must be one of sdpa, reference, flex"),
+        (("--labels", "random"), "labels must be one of"),
+        (("--seconds", "0"), "seconds must be more than 0"),
+        (("--threads", "0"), "--threads"),
+        (("--seed", "-1"), "--seed"),
+        (("--size", "3"), "--size"),
+    ],
+)
+def test_wrong_usage_exits_2(arguments, part):
+    result = bench(*QUICK, *arguments)
+    assert result.exit_code == 2
+    assert part in result.stderr.splitlines()[-1]
+    assert not result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (("--labels", "no.npz"), "no.npz: No such file"),
+        (("--json", "no/a.jsonl"), "cannot write no/a.jsonl: its folder does not exist"),
+        (("--plot", "no/a.png"), "cannot write no/a.png: its folder does not exist"),
+        (("--plot", "a.gif"), "--plot must end in one of .png, .svg, .pdf"),
+        (("--config", "no.json"), "cannot read no.json"),
+    ],
+)
+def test_failures_are_one_line_before_anything_is_measured(tmp_path, monkeypatch, arguments, part):
+    monkeypatch.chdir(tmp_path)
+    result = bench(*QUICK, *arguments)
+    assert result.exit_code == 1
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("mosar: error: ") and part in line
+    assert not result.stdout
+
+
+def test_interruption_keeps_what_was_measured(tmp_path, monkeypatch):
+    measure = attention._measure
+
+    def interrupted(case, *arguments):
+        if case.length == 300:
+            raise KeyboardInterrupt
+        return measure(case, *arguments)
+
+    monkeypatch.setattr(attention, "_measure", interrupted)
+    path = tmp_path / "a.jsonl"
+    result = bench(*QUICK, "--json", path)
+    assert result.exit_code == 1
+    assert result.stderr.splitlines()[-1] == "mosar: error: stopped after 1 of 2 rows"
+    assert "4x2x8" in result.stdout
+    assert len(read_records(path)) == 1
+
+
+def test_plot_is_drawn(tmp_path):
+    result = bench(*QUICK, "--plot", tmp_path / "a.svg", "--labels", "clustered")
+    assert result.exit_code == 0, result.output
+    assert 'id="speedup-4x2x8"' in (tmp_path / "a.svg").read_text()
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, [("≥ 0.8/ρ", True), ("plan ≤ 3 %", True)]),
+        ({"pairs": 990_000}, [("≥ 0.8/ρ", False), ("plan ≤ 3 %", True)]),
+        ({"pairs": 790_000, "length": 4096}, [("≥ 0.64/ρ", False), ("plan ≤ 3 %", True)]),
+        ({"length": 2048}, [("≥ 1.5×", True)]),
+        ({"length": 256}, [("≤ 1.05× SDPA", True)]),
+        ({"length": 255}, []),
+        ({"mode": "sparse-train", "pairs": 760_000}, [("≥ 0.6/ρ", True)]),
+        ({"mode": "soft-train", "length": 2048}, [("≤ 1.3× SDPA", True)]),
+        ({"mode": "distance-train", "length": 2048}, [("≤ 1.2× SDPA", True)]),
+        ({"heads": 4}, []),
+    ],
+)
+def test_targets(changes, expected):
+    assert [tuple(verdict) for verdict in verdicts(make_benchmark(**changes))] == expected
+
+
+def test_a_wrong_result_meets_no_target():
+    assert verdicts(make_wrong_benchmark()) == []
+
+
+@pytest.mark.parametrize(("ours", "met"), [(200, True), (201, False)])
+def test_memory_target(ours, met):
+    measurements = {"sdpa": Measurement(peak_bytes=100), "ours": Measurement(peak_bytes=ours)}
+    record = make_benchmark(mode="soft-train", measurements=measurements, plan=Measurement())
+    assert verdicts(record) == [("memory ≤ 2× SDPA", met)]

@@ -1,0 +1,219 @@
+"""The error budget of every fast path, in values and in gradients:
+
+    error(ours) <= 2 error(plain PyTorch, same dtype) + 4 eps max|exact|
+
+both errors against the float64 reference on the same inputs, largest entry by largest entry. Plain
+PyTorch is the dense definition in torch operators: in float32 the reference itself, below that
+scores, softmax and sums in the inputs' own dtype.
+
+The budget compares two largest errors, so it means little where there are few entries, or where all
+terms of a sum cancel: a query with one key has dp - delta = 0, and one correct order of summation
+gets 0 there while another gets eps. For calls drawn at random max|exact| is therefore replaced by
+what it would be if no terms cancelled, times 1 + max|logit| (a logit of size L is off by L eps, and
+its weight by as much); `conditioned=True` asks for that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from cases import DISTANCE_BIASES, ROUTINGS, Case
+from mosar import distance_attention, mosar_attention
+from mosar.core.layout import resolve_layout
+from mosar.core.reference_attention import reference_mosar_attention
+from mosar.kernels import native
+
+# "planned" is "native" without its short cut for sparse routing of few keys.
+PATHS = [
+    (impl, kind)
+    for kind in (*ROUTINGS, *DISTANCE_BIASES)
+    for impl in ("native", "tiled", *(("planned",) if kind == "sparse" else ()))
+]
+NAMES = ("output", "lse", "dq", "dk", "dv", "dpi_q", "dpi_k")
+Tensors = tuple[Tensor, ...]
+
+
+def attend(
+    case: Case, kind: str, inputs: Tensors, *, impl: str, **changes: Any
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp; `kind` is a routing, or a distance bias of the case."""
+    if impl == "planned":
+        # Sparse routing walks the runs of its plan however short the context is.
+        with mock.patch.object(native, "_FEW_KEYS", 0):
+            return operator(case, kind, impl="native", **changes)(*inputs)
+    return operator(case, kind, impl=impl, **changes)(*inputs)
+
+
+def operator(case: Case, kind: str, *, impl: str, **changes: Any) -> Callable[..., Any]:
+    """The call of a case as a function of q, k, v, pi_q, pi_k."""
+    options = {**case.options, "impl": impl, "return_lse": True} | changes
+    if kind in ROUTINGS:
+        return partial(mosar_attention, config=case.config, routing=kind, **options)
+    attention = partial(distance_attention, **distance_bias(case, kind), **options)
+    return lambda q, k, v, pi_q, pi_k: attention(q, k, v)
+
+
+def distance_bias(case: Case, kind: str) -> dict[str, Tensor]:
+    """The bias in float32, so that every path starts from the same numbers."""
+    return {name: tensor.float() for name, tensor in case.distance_bias(kind).items()}
+
+
+def differentiable(*tensors: Tensor) -> Tensors:
+    """The same tensors, strides included, as leaves that ask for a gradient."""
+    return tuple(tensor.detach().requires_grad_() for tensor in tensors)
+
+
+def run(
+    case: Case, kind: str, *, impl: str, inputs: Tensors | None = None, **changes: Any
+) -> dict[str, Tensor]:
+    """Values, and gradients of a random linear function of output and log-sum-exp."""
+    leaves = differentiable(*(case.inputs if inputs is None else inputs))
+    return collect(case, *attend(case, kind, leaves, impl=impl, **changes), leaves)
+
+
+def run_plain(case: Case, kind: str) -> dict[str, Tensor]:
+    if case.dtype in (torch.float32, torch.float64):
+        return run(case, kind, impl="reference")
+    leaves = differentiable(*case.inputs)
+    return collect(case, *plain_attend(case, kind, leaves), leaves)
+
+
+def run_exact(case: Case, kind: str) -> dict[str, Tensor]:
+    return run(case, kind, impl="reference", inputs=tuple(x.double() for x in case.inputs))
+
+
+def upstream(case: Case, output: Tensor, lse: Tensor) -> list[Tensor]:
+    """The gradients that arrive at output and log-sum-exp."""
+    generator = torch.Generator().manual_seed(case.seed)
+    return [
+        torch.randn(x.shape, generator=generator).to(case.dtype).to(x.dtype) for x in (output, lse)
+    ]
+
+
+def collect(case: Case, output: Tensor, lse: Tensor, leaves: Tensors) -> dict[str, Tensor]:
+    arriving = upstream(case, output, lse)
+    gradients = torch.autograd.grad((output, lse), leaves, arriving, allow_unused=True)
+    # A routing that is not used, or only for its labels, has no gradient or zeros.
+    gradients = [
+        torch.zeros_like(leaf) if gradient is None else gradient
+        for gradient, leaf in zip(gradients, leaves, strict=True)
+    ]
+    return dict(zip(NAMES, (output.detach(), lse.detach(), *gradients), strict=True))
+
+
+def pairs(case: Case, kind: str, pi_q: Tensor, pi_k: Tensor) -> tuple[Tensor, Tensor]:
+    """Bias and existence of every pair, broadcastable to [B, H, T, S]."""
+    layout = resolve_layout(case.batch, case.num_queries, case.num_keys, **case.placement)
+    if kind in ROUTINGS:
+        zeros = [torch.zeros_like(tensor, dtype=pi_q.dtype) for tensor in (case.q, case.k, case.v)]
+        routed = reference_mosar_attention(*zeros, pi_q, pi_k, case.config, layout, routing=kind)
+        bias = routed.bias.repeat_interleave(case.num_heads // routed.bias.shape[1], dim=1)
+        return bias, routed.attention > 0
+    distances = layout.distances().clamp_min(0)
+    given, bias = distance_bias(case, kind), torch.zeros(1, 1, 1, 1, dtype=pi_q.dtype)
+    if "log_gate" in given:
+        last = given["log_gate"].shape[1] - 1
+        bias = bias + given["log_gate"][:, distances.clamp_max(last)].transpose(0, 1)
+    if "slopes" in given:
+        bias = bias - given["slopes"][:, None, None] * distances[:, None]
+    return bias, layout.exists()[:, None] & (bias > -math.inf)
+
+
+def scores(case: Case, q: Tensor, k: Tensor) -> Tensor:
+    """cap(scale q·k), [B, H, T, S], in the dtype of q."""
+    score = q @ k.mT * (case.head_dim**-0.5 if case.scale is None else case.scale)
+    return score if case.softcap is None else case.softcap * torch.tanh(score / case.softcap)
+
+
+def plain_attend(case: Case, kind: str, inputs: Tensors) -> tuple[Tensor, Tensor]:
+    """The dense definition with every step after the bias in the dtype of q."""
+    q, k, v, pi_q, pi_k = inputs
+    bias, inside = pairs(case, kind, pi_q, pi_k)
+    k, v = (x.repeat_interleave(case.heads_per_kv, dim=1) for x in (k, v))
+    empty = ~inside.any(dim=-1, keepdim=True)
+    score = (scores(case, q, k) + bias.to(q.dtype)).masked_fill(~inside, -math.inf)
+    score = score.masked_fill(empty, 0)
+    output = torch.softmax(score, dim=-1).masked_fill(~inside, 0) @ v
+    return output, torch.logsumexp(score, dim=-1).masked_fill(empty[..., 0], -math.inf)
+
+
+def magnitudes(case: Case, kind: str) -> dict[str, float]:
+    """The largest entry each result would have if no terms cancelled, times 1 + max|logit|."""
+    q, k, v, pi_q, pi_k = differentiable(*(tensor.double() for tensor in case.inputs))
+    bias, inside = pairs(case, kind, pi_q, pi_k)
+    spread = [x.detach().repeat_interleave(case.heads_per_kv, dim=1) for x in (k, v)]
+    logit = (scores(case, q.detach(), spread[0]) + bias.detach()).expand(
+        case.batch, case.num_heads, case.num_queries, case.num_keys
+    )
+    inside = inside.expand(logit.shape)
+    if not inside.any():
+        return dict.fromkeys(NAMES, 0.0)
+    weight = torch.softmax(logit.masked_fill(~inside, -1e300), dim=-1).masked_fill(~inside, 0)
+    dout, dlse = (x.abs() for x in upstream(case, q, q[..., 0]))
+    q_abs, k_abs, v_abs = q.detach().abs(), spread[0].abs(), spread[1].abs()
+    dweight = dout @ v_abs.mT
+    dscore = weight * (dweight + (weight * dweight).sum(dim=-1, keepdim=True) + dlse[..., None])
+    scale = abs(case.head_dim**-0.5 if case.scale is None else case.scale)
+    found = {
+        "output": weight @ v_abs,
+        "lse": logit[inside].abs(),
+        "dq": scale * dscore @ k_abs,
+        "dk": (scale * dscore.mT @ q_abs).unflatten(1, (case.kv_heads, -1)).sum(dim=2),
+        "dv": (weight.mT @ dout).unflatten(1, (case.kv_heads, -1)).sum(dim=2),
+        "dpi_q": torch.zeros(()),
+        "dpi_k": torch.zeros(()),
+    }
+    if kind == "soft":
+        total = (dscore * torch.where(inside, bias, 0)).sum()
+        found["dpi_q"], found["dpi_k"] = torch.autograd.grad(total, (pi_q, pi_k))
+    largest = {name: float(tensor.abs().max()) for name, tensor in found.items()}
+    return {name: magnitude * (1 + largest["lse"]) for name, magnitude in largest.items()}
+
+
+def errors(ours: Tensor, plain: Tensor, true: Tensor) -> tuple[float, float, float]:
+    """Largest error of ours and of plain torch, and the largest entry; infinities must match."""
+    assert ours.shape == true.shape
+    finite = true.isfinite()
+    assert torch.equal(ours.double()[~finite], true[~finite])
+    if not finite.any():
+        return 0.0, 0.0, 0.0
+    true = true[finite]
+    found = [(x.double()[finite] - true).abs().max() for x in (ours, plain)]
+    return float(found[0]), float(found[1]), float(true.abs().max())
+
+
+def compare(
+    ours: dict[str, Tensor],
+    plain: dict[str, Tensor],
+    true: dict[str, Tensor],
+    eps: float,
+    floor: dict[str, float] | None = None,
+) -> None:
+    missed = []
+    for name in NAMES:
+        error, allowed, largest = errors(ours[name], plain[name], true[name])
+        if floor is not None:
+            largest = max(largest, floor[name])
+        if not error <= 2 * allowed + 4 * eps * largest:
+            missed.append(
+                f"{name}: error {error:.3g}, plain torch's {allowed:.3g}, largest {largest:.3g}"
+            )
+    assert not missed, "; ".join(missed)
+
+
+def assert_within_budget(case: Case, kind: str, *, impl: str, conditioned: bool = False) -> None:
+    """`impl` keeps dtypes, shapes and infinities, and is as right as the budget asks."""
+    ours = run(case, kind, impl=impl)
+    assert ours["lse"].dtype == (torch.float64 if case.dtype == torch.float64 else torch.float32)
+    for name, like in zip(NAMES, (case.q, ours["lse"], *case.inputs), strict=True):
+        assert ours[name].dtype == like.dtype, name
+    floor = magnitudes(case, kind) if conditioned else None
+    eps = torch.finfo(case.dtype).eps
+    compare(ours, run_plain(case, kind), run_exact(case, kind), eps, floor)

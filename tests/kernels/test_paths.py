@@ -1,0 +1,405 @@
+"""Every fast path computes what the float64 reference defines, in values and gradients."""
+
+import hashlib
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cases import (
+    DISTANCE_BIASES,
+    FORCED,
+    Case,
+    assert_agrees_with_outsider,
+    assert_distance_agrees_with_outsider,
+    cases,
+)
+from kernels.budget import (
+    NAMES,
+    PATHS,
+    ROUTINGS,
+    assert_within_budget,
+    attend,
+    collect,
+    compare,
+    differentiable,
+    run,
+    upstream,
+)
+from mosar import MoSARConfig, Regime
+from mosar.kernels import tiled
+
+TESTS = Path(__file__).parent.parent
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+# Gates that move over hundreds of positions: several tiles and blocks of keys see each of them.
+WIDE = MoSARConfig(
+    max_length=160,
+    regimes=(Regime("S", 12, 0.75), Regime("M", 40.5, 0.5), Regime("G", 160, 1.0)),
+)
+# Reaches of a real model, with all that a plan can hold.
+LONG = MoSARConfig(
+    regimes=(Regime("S", 128, 0.75), Regime("M", 512, 0.5), Regime("G", 2048, 1.0)), num_sinks=4
+)
+BASE = Case(
+    config=WIDE,
+    dtype=torch.float32,
+    batch=2,
+    kv_heads=2,
+    heads_per_kv=2,
+    num_queries=150,
+    num_keys=150,
+    head_dim=16,
+)
+# Of the biases by distance, these two reach every line of code.
+SOME_PATHS = [path for path in PATHS if path[1] in (*ROUTINGS, "none", "both")]
+paths = pytest.mark.parametrize(("impl", "kind"), PATHS)
+some_paths = pytest.mark.parametrize(("impl", "kind"), SOME_PATHS)
+
+
+@pytest.mark.parametrize(
+    ("impl", "kinds"),
+    [
+        *((impl, (kind,)) for impl, kind in PATHS if kind in ROUTINGS),
+        ("native", DISTANCE_BIASES),
+        ("tiled", DISTANCE_BIASES),
+    ],
+)
+@given(data=st.data())
+def test_any_call(impl, kinds, data):
+    case = data.draw(cases(dtype=torch.float32, max_length=40))
+    kind = data.draw(st.sampled_from(kinds))
+    assert_within_budget(case, kind, impl=impl, conditioned=True)
+
+
+@given(cases(), st.sampled_from((1, 2, 5)))
+def test_tiles_in_float64_are_the_outsiders(case, tile):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiled, "_TILE", tile)
+        assert_agrees_with_outsider(case, impl="tiled", atol=1e-10)
+
+
+@given(cases(), st.sampled_from(DISTANCE_BIASES))
+def test_distance_tiles_in_float64_are_the_outsiders(case, kind):
+    assert_distance_agrees_with_outsider(case, kind, impl="tiled", atol=1e-10)
+
+
+@pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 100, 1000])
+@some_paths
+def test_lengths(impl, kind, length):
+    batch = 1 if length == 1000 else 4
+    case = BASE.with_(num_queries=length, num_keys=length, batch=batch)
+    assert_within_budget(case, kind, impl=impl, conditioned=length <= 2)
+
+
+@pytest.mark.parametrize(("num_queries", "num_keys"), [(1, 200), (33, 65), (70, 300), (130, 257)])
+@some_paths
+def test_fewer_queries_than_keys(impl, kind, num_queries, num_keys):
+    case = BASE.with_(num_queries=num_queries, num_keys=num_keys)
+    assert_within_budget(case, kind, impl=impl, conditioned=num_queries == 1)
+
+
+@some_paths
+def test_4097_tokens(impl, kind):
+    """Some rows of queries, and all that they send back to keys, values and routings."""
+    length, eps = 4097, torch.finfo(torch.float32).eps
+    case = BASE.with_(
+        batch=1, kv_heads=1, num_queries=length, num_keys=length, head_dim=8, config=LONG
+    )
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randperm(length, generator=generator)[:120]
+    rows = torch.cat([rows, torch.tensor([0, 63, 64, length - 1])]).unique()
+    few = case.with_(num_queries=len(rows))
+    dout, dlse = upstream(few, case.q[:, :, rows], case.q[:, :, rows, 0])
+    ours = differentiable(*case.inputs)
+    output, lse = attend(case, kind, ours, impl=impl)
+    arriving = (
+        torch.zeros_like(output).index_copy(2, rows, dout),
+        torch.zeros_like(lse).index_copy(2, rows, dlse),
+    )
+    found = torch.autograd.grad((output, lse), ours, arriving, allow_unused=True)
+    found = [torch.zeros_like(x) if g is None else g for g, x in zip(found, ours, strict=True)]
+    found = dict(zip(NAMES, (output.detach(), lse.detach(), *found), strict=True))
+    for name in ("dq", "dpi_q"):
+        others = torch.ones(length, dtype=torch.bool).index_fill(0, rows, False)
+        assert not found[name].transpose(-1, -2)[..., others].any()
+    for name, axis in (("output", 2), ("lse", 2), ("dq", 2), ("dpi_q", 1)):
+        found[name] = found[name].index_select(axis, rows)
+
+    def by_rows(dtype):
+        inputs = (case.q[:, :, rows], case.k, case.v, case.pi_q[:, rows], case.pi_k)
+        leaves = differentiable(*(x.to(dtype) for x in inputs))
+        return collect(
+            few, *attend(case, kind, leaves, impl="reference", query_positions=rows[None]), leaves
+        )
+
+    compare(found, by_rows(torch.float32), by_rows(torch.float64), eps)
+
+
+@pytest.mark.parametrize("head_dim", [1, 3, 16, 20, 64, 80, 256])
+@some_paths
+def test_head_dims(impl, kind, head_dim):
+    assert_within_budget(BASE.with_(head_dim=head_dim), kind, impl=impl)
+
+
+@pytest.mark.parametrize("heads", [(3, 1), (2, 2), (1, 3), (2, 3), (1, 8)])
+@paths
+def test_query_heads_per_key_head(impl, kind, heads):
+    kv_heads, heads_per_kv = heads
+    case = BASE.with_(kv_heads=kv_heads, heads_per_kv=heads_per_kv, num_queries=70, num_keys=90)
+    assert_within_budget(case, kind, impl=impl)
+
+
+def variant(*regimes, **changes):
+    regimes = regimes or [(regime.reach, regime.plateau) for regime in WIDE.regimes]
+    regimes = tuple(Regime(f"R{i}", *regime) for i, regime in enumerate(regimes))
+    return MoSARConfig(max_length=160, regimes=regimes, **changes)
+
+
+GEOMETRIES = {
+    "2 regimes": variant((9.5, 0.5), (100, 1.0)),
+    "4 regimes": variant((3, 0.75), (20, 0.5), (33.3, 0.25), (120, 1.0)),
+    "5 regimes": variant((1, 0.75), (5, 0.5), (20, 0.0), (60, 0.9), (90, 0.5)),
+    "steps": variant((7, 1.0), (30.5, 1.0), (90, 1.0)),
+    "shorter than one token": variant((0.25, 0.5), (0.5, 1.0), (0.75, 1.0)),
+    "linear": variant(exponent=1.0),
+    "steep": variant(exponent=3.0, barrier=2.0),
+    "rooted": variant(exponent=0.5),
+    "min": variant(composition="min"),
+    "max": variant(composition="max"),
+    "sinks": variant(num_sinks=3),
+    "groups": variant(routing_groups=2),
+    "groups and sinks": variant(routing_groups=2, num_sinks=1, exponent=1.0),
+}
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+@pytest.mark.parametrize(("impl", "kind"), [path for path in PATHS if path[1] in ROUTINGS])
+def test_geometries(impl, kind, geometry):
+    assert_within_budget(BASE.with_(config=GEOMETRIES[geometry]), kind, impl=impl)
+
+
+@pytest.mark.parametrize("labels", FORCED)
+@pytest.mark.parametrize(("impl", "kind"), [path for path in PATHS if path[1] in ROUTINGS])
+def test_one_regime_for_all_or_one_token_alone(impl, kind, labels):
+    assert_within_budget(BASE.with_(probabilities=labels), kind, impl=impl)
+
+
+TRAITS = {
+    "padded left": {"padding": "left"},
+    "padded right": {"padding": "right"},
+    "padded within": {"padding": "holes", "positions": "counted"},
+    "packed": {"segments": "packed", "positions": "counted"},
+    "interleaved": {"segments": "interleaved"},
+    "packed and padded": {"segments": "packed", "padding": "holes", "config": GEOMETRIES["sinks"]},
+    "free positions": {"positions": "gaps", "num_queries": 170},
+    "window": {"window": 20},
+    "soft-cap": {"softcap": 2.0},
+    "soft-cap, window": {"softcap": 30.0, "window": 35, "scale": 3.0},
+}
+
+
+@pytest.mark.parametrize("trait", TRAITS)
+@paths
+def test_traits(impl, kind, trait):
+    # Slopes make logits of hundreds where the nearest key is far.
+    far = kind in ("slopes", "both") and trait in ("padded right", "free positions")
+    assert_within_budget(BASE.with_(**TRAITS[trait]), kind, impl=impl, conditioned=far)
+
+
+@pytest.mark.parametrize("dtype", LOW_PRECISION)
+@paths
+def test_low_precision(impl, kind, dtype):
+    assert_within_budget(BASE.with_(dtype=dtype, softcap=30.0), kind, impl=impl)
+
+
+@pytest.mark.parametrize("scale", [1e4, -1e4, 1e-4, 1e-30, 0.0])
+@some_paths
+def test_huge_and_tiny_logits(impl, kind, scale):
+    assert_within_budget(BASE.with_(scale=scale), kind, impl=impl, conditioned=abs(scale) > 1)
+
+
+@pytest.mark.parametrize("scale", [1e4, 1e-4])
+@some_paths
+def test_huge_and_tiny_logits_under_a_cap(impl, kind, scale):
+    case = BASE.with_(scale=scale, softcap=20.0)
+    assert_within_budget(case, kind, impl=impl, conditioned=scale > 1)
+
+
+@pytest.mark.parametrize("impl", ["native", "planned", "tiled"])
+def test_a_pair_outside_the_support_cannot_drown_the_others(impl):
+    """The first key scores 1000 more than the others, and to most queries it does not exist."""
+    case = BASE.with_(probabilities="first", batch=1, kv_heads=1, heads_per_kv=1, scale=1.0)
+    q, k, v, pi_q, pi_k = (tensor.clone() for tensor in case.inputs)
+    q[..., 0], k[..., 0], k[:, :, 0, 0] = 1.0, 0.0, 1000.0
+    inputs = (q, k, v, pi_q, pi_k)
+    ours = run(case, "sparse", impl=impl, inputs=inputs)
+    true = run(case, "sparse", impl="reference", inputs=tuple(x.double() for x in inputs))
+    for name in NAMES:
+        torch.testing.assert_close(ours[name].double(), true[name], atol=1e-3, rtol=1e-3)
+
+
+def transposed(x):
+    """As [B, T, H, D] projections arrive."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def sliced(x):
+    """A part of a larger tensor in every dimension but the last."""
+    padded = torch.nn.functional.pad(x, (0, 5, 2, 3, 1, 1, 1, 0), value=math.nan)
+    return padded[1:, 1:-1, 2:-3, :-5]
+
+
+def strided(x):
+    """The last dimension is not contiguous."""
+    return torch.stack([x, torch.full_like(x, math.nan)], dim=-1)[..., 0]
+
+
+def last_first(x):
+    return x.movedim(-1, 0).contiguous().movedim(0, -1)
+
+
+def expanded(x):
+    """One token for all of them."""
+    return x[:, :, :1].expand_as(x)
+
+
+@pytest.mark.parametrize("head_dim", [1, 16])
+@pytest.mark.parametrize("view", [transposed, sliced, strided, last_first, expanded])
+@some_paths
+def test_views(impl, kind, view, head_dim):
+    case = BASE.with_(head_dim=head_dim, num_queries=40, num_keys=70)
+    viewed = [view(x) if x.dim() == 4 else view(x[:, None])[:, 0] for x in case.inputs]
+    whole = [x.contiguous() for x in viewed]
+    assert any(a.stride() != b.stride() for a, b in zip(viewed, whole, strict=True))
+    ours, expected = (run(case, kind, impl=impl, inputs=tuple(x)) for x in (viewed, whole))
+    for name in NAMES:
+        # Torch may sum in another order where strides differ; the native kernels do not.
+        if impl == "tiled":
+            torch.testing.assert_close(ours[name], expected[name], atol=2e-5, rtol=2e-5)
+        else:
+            assert torch.equal(ours[name], expected[name]), name
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+@pytest.mark.parametrize("padding", ["left", "right", "holes"])
+@pytest.mark.parametrize("head_dim", [16, 20])
+@some_paths
+def test_what_padded_slots_hold_does_not_matter(impl, kind, padding, head_dim, poison):
+    case = BASE.with_(padding=padding, head_dim=head_dim, num_queries=40, num_keys=70)
+    padded = ~case.key_valid[:, None, :, None]
+    assert padded.any()
+
+    def filled(value):
+        q, k, v, pi_q, pi_k = case.inputs
+        inputs = (q, k.masked_fill(padded, value), v.masked_fill(padded, value), pi_q, pi_k)
+        return run(case, kind, impl=impl, inputs=inputs)
+
+    clean, poisoned = filled(0.0), filled(poison)
+    for name in NAMES:
+        assert torch.equal(clean[name], poisoned[name]), name
+        assert not poisoned[name].isnan().any()
+    for name in ("dk", "dv"):
+        assert not poisoned[name].masked_fill(~padded, 0).any()
+
+
+@some_paths
+def test_a_row_without_keys_is_zero_and_has_no_gradient(impl, kind):
+    case = BASE.with_(num_queries=40, num_keys=70)
+    valid = torch.ones(2, 70, dtype=torch.bool)
+    valid[0] = False
+    positions = torch.arange(40).expand(2, 40)
+    placement = {
+        "key_valid": valid,
+        "key_positions": torch.arange(20, 90).expand(2, 70),
+        "query_positions": positions,
+    }
+    bias = "none" if kind == "both" else kind
+    ours = run(case, bias, impl=impl, **placement)
+    empty = positions < 20
+    empty[0] = True
+    empty = empty[:, None].expand(2, 4, 40)
+    assert not ours["output"][empty].any()
+    assert (ours["lse"][empty] == -math.inf).all()
+    assert ours["lse"][~empty].isfinite().all()
+    assert not ours["dq"][empty].any()
+    for name in NAMES[2:]:
+        assert ours[name].isfinite().all()
+        assert not ours[name][0].any()
+
+
+@paths
+def test_autocast_changes_nothing(impl, kind):
+    case = BASE.with_(num_queries=20, num_keys=20)
+    leaves = differentiable(*case.inputs)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output, lse = attend(case, kind, leaves, impl=impl)
+    found, expected = collect(case, output, lse, leaves), run(case, kind, impl=impl)
+    assert all(torch.equal(expected[name], found[name]) for name in NAMES)
+
+
+@paths
+def test_every_output_is_written(impl, kind):
+    """With torch's own empty tensors full of NaN nothing changes."""
+    case = BASE.with_(num_queries=40, num_keys=70, padding="holes")
+    expected = run(case, kind, impl=impl)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.empty(1).isnan().all()
+        found = run(case, kind, impl=impl)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(expected[name], found[name]) for name in NAMES)
+
+
+def digest():
+    """One number for all results of the native paths."""
+    found = hashlib.sha256()
+    for impl, kind in PATHS:
+        if impl != "tiled":
+            for change in ({}, {"head_dim": 20, "softcap": 3.0}, {"num_keys": 190, "window": 30}):
+                results = run(BASE.with_(padding="holes", **change), kind, impl=impl)
+                for name in NAMES:
+                    found.update(results[name].numpy().tobytes())
+    return found.hexdigest()
+
+
+def test_scratch_memory_may_hold_anything():
+    """The C library fills what it hands out with bytes that make floats of -6e-13 and -2e38."""
+    code = "import conftest; from kernels.test_paths import digest; print(digest())"
+    expected = digest()
+    for byte in (0x55, 0x01):
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "MALLOC_PERTURB_": str(byte), "PYTHONPATH": str(TESTS)},
+            capture_output=True,
+            text=True,
+        )
+        assert done.stdout.strip() == expected, done.stderr
+
+
+@some_paths
+def test_evaluation_first_and_training_later(impl, kind):
+    """What the first call keeps for later ones serves both."""
+    config = variant((5.5, 0.5), (21, 0.5), (77, 1.0), exponent=1.5, num_sinks=2)
+    case = BASE.with_(config=config, num_queries=20, num_keys=20)
+    inputs = case.inputs
+    with torch.inference_mode():
+        before = attend(case, kind, inputs, impl=impl)
+    after = run(case, kind, impl=impl)
+    assert torch.equal(before[0], after["output"])
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_the_native_kernels_refuse_a_second_derivative(routing):
+    case = BASE.with_(num_queries=8, num_keys=8)
+    leaves = differentiable(*case.inputs)
+    output, _ = attend(case, routing, leaves, impl="native")
+    (gradient,) = torch.autograd.grad(output.square().sum(), leaves[:1], create_graph=True)
+    with pytest.raises(NotImplementedError, match="second derivatives"):
+        gradient.sum().backward()
