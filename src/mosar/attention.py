@@ -17,17 +17,19 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mosar.core.config import MoSARConfig
-from mosar.core.layout import Layout, can_check_values, resolve_layout
+from mosar.core.config import MoSARConfig, check_config
+from mosar.core.inputs import DTYPES, check_attention_inputs
+from mosar.core.layout import Layout, can_check_values
 from mosar.core.reference_attention import reference_distance_attention, reference_mosar_attention
 from mosar.core.routers import top1_routing
 
 Routing = Literal["soft", "top1", "sparse"]
 ROUTINGS = ("soft", "top1", "sparse")
 IMPLEMENTATIONS = ("auto", "reference", "native", "tiled")
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 # How far a row of routing probabilities may be from a simplex; a bf16 softmax is farther than this.
 _SIMPLEX_TOLERANCE = 1e-3
+# Biases beyond this are no numbers a softmax can use; -inf says that a pair does not exist.
+_LARGEST_BIAS = 1e20
 
 
 def mosar_attention(
@@ -55,7 +57,8 @@ def mosar_attention(
     q [B, Hq, T, D]; k, v [B, Hkv, S, D], all of one dtype (float32, float64, bfloat16, float16).
     pi_q [B, T, R] or [B, Gr, T, R] and pi_k [B, S, R] or [B, Gr, S, R]: float32 or float64 rows
     that sum to 1. For "top1" and "sparse" the label of a token is the first largest entry, a
-    constant without gradient; hand over one-hot rows to decide labels elsewhere.
+    constant without gradient; hand over one-hot rows to decide labels elsewhere. The shape of pi
+    says how many groups route, whatever `config.routing_groups` is.
 
     routing: "soft" evaluates all causal pairs with the mixture of gates; "top1" all causal pairs
     with the gate of the one-hot pair (floor e^-B outside the reach); "sparse" only the pairs inside
@@ -72,11 +75,10 @@ def mosar_attention(
     Wrong input raises a ValueError that names the argument. Values of positions and probabilities
     are checked on the CPU outside torch.compile. `dropout` other than 0 is refused.
     """
-    if not isinstance(config, MoSARConfig):
-        raise ValueError(f"config must be a MoSARConfig, got {type(config).__name__}")
+    check_config(config)
     if routing not in ROUTINGS:
         raise ValueError(f"routing must be one of {ROUTINGS}, got {routing!r}")
-    layout = _check(
+    layout = check_attention_inputs(
         q,
         k,
         v,
@@ -135,7 +137,7 @@ def distance_attention(
     them); where it is -inf the pair does not exist. slopes [Hq] are ALiBi's, positive.
     Everything else is as in `mosar_attention`.
     """
-    layout = _check(
+    layout = check_attention_inputs(
         q,
         k,
         v,
@@ -162,60 +164,6 @@ def distance_attention(
         q, k, v, layout, log_gate=log_gate, slopes=slopes, scale=scale, softcap=softcap
     )
     return (output, lse) if return_lse else output
-
-
-def _check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float | None,
-    softcap: float | None,
-    dropout: float,
-    **placement: Tensor | float | None,
-) -> Layout:
-    """Checks what both operators take and resolves which pairs exist."""
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(tensor, Tensor):
-            raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}")
-        if tensor.dim() != 4 or 0 in tensor.shape:
-            raise ValueError(
-                f"{name} must be [batch, heads, length, head_dim], none of them 0, "
-                f"got {list(tensor.shape)}"
-            )
-        if tensor.dtype not in _DTYPES:
-            raise ValueError(
-                f"{name} must be one of {[str(d) for d in _DTYPES]}, got {tensor.dtype}"
-            )
-    if k.dtype != q.dtype or v.dtype != q.dtype:
-        raise ValueError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
-    if k.device != q.device or v.device != q.device:
-        raise ValueError(
-            f"q, k and v must be on one device, got {q.device}, {k.device}, {v.device}"
-        )
-    if k.shape != v.shape:
-        raise ValueError(f"k and v must have one shape, got {list(k.shape)} and {list(v.shape)}")
-    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-        raise ValueError(
-            f"q and k must agree in batch and head_dim, got {list(q.shape)} and {list(k.shape)}"
-        )
-    if q.shape[1] % k.shape[1]:
-        raise ValueError(
-            f"the {q.shape[1]} heads of q must be a multiple of the {k.shape[1]} heads of k"
-        )
-    if dropout != 0.0:
-        raise ValueError(
-            f"attention dropout is not supported (a dropped pair has no geometry), got "
-            f"dropout={dropout}; set it to 0"
-        )
-    for name, value, positive in (("scale", scale, False), ("softcap", softcap, True)):
-        if value is None:
-            continue
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not number or not math.isfinite(value) or (positive and value <= 0):
-            rule = "a finite number > 0" if positive else "a finite number"
-            raise ValueError(f"{name} must be None or {rule}, got {value!r}")
-    return resolve_layout(q.shape[0], q.shape[2], k.shape[2], device=q.device, **placement)  # pyright: ignore[reportArgumentType]
 
 
 def _check_routing_probabilities(
@@ -251,7 +199,7 @@ def _check_routing_probabilities(
             if not (lowest >= -_SIMPLEX_TOLERANCE and off <= _SIMPLEX_TOLERANCE):
                 raise ValueError(
                     f"{name} must hold probabilities: rows >= 0 that sum to 1; got a smallest "
-                    f"entry of {lowest:.4g} and a sum off by {off:.4g}; logits?"
+                    f"entry of {lowest:.4g} and a sum off by {off:.4g}; softmax?"
                 )
     if pi_q.shape[:-2] != pi_k.shape[:-2]:
         raise ValueError(
@@ -278,10 +226,22 @@ def _check_distance_bias(
     for name, tensor in (("log_gate", log_gate), ("slopes", slopes)):
         if tensor is None:
             continue
-        if not tensor.is_floating_point():
-            raise ValueError(f"{name} must be floating point, got {tensor.dtype}")
+        if tensor.dtype not in DTYPES:
+            raise ValueError(
+                f"{name} must be one of {[str(d) for d in DTYPES]}, got {tensor.dtype}"
+            )
         if tensor.device != q.device:
             raise ValueError(f"{name} must be on the device of q, {q.device}, got {tensor.device}")
+        if can_check_values(tensor) and tensor.numel():
+            values = tensor.detach().double()
+            refused = ~(values.abs() < _LARGEST_BIAS)
+            if name == "log_gate":
+                refused &= values != -math.inf
+            if refused.any():
+                raise ValueError(
+                    f"{name} must be smaller than {_LARGEST_BIAS:g} in magnitude"
+                    f"{' (or -inf)' if name == 'log_gate' else ''}, got {values[refused][0]:g}"
+                )
     if log_gate is not None and can_check_values(q):
         farthest = layout.max_distance()
         if farthest >= log_gate.shape[1]:

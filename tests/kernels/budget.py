@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 from unittest import mock
 
@@ -78,6 +78,8 @@ def run(
     return collect(case, *attend(case, kind, leaves, impl=impl, **changes), leaves)
 
 
+# Neighbouring tests ask for the same ones: the paths of a case come one after the other.
+@lru_cache(maxsize=8)
 def run_plain(case: Case, kind: str) -> dict[str, Tensor]:
     if case.dtype in (torch.float32, torch.float64):
         return run(case, kind, impl="reference")
@@ -85,6 +87,7 @@ def run_plain(case: Case, kind: str) -> dict[str, Tensor]:
     return collect(case, *plain_attend(case, kind, leaves), leaves)
 
 
+@lru_cache(maxsize=8)
 def run_exact(case: Case, kind: str) -> dict[str, Tensor]:
     return run(case, kind, impl="reference", inputs=tuple(x.double() for x in case.inputs))
 

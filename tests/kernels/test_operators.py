@@ -6,7 +6,7 @@ from torch._inductor.utils import fresh_cache
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cases import SMALL, Case
-from kernels.budget import NAMES, PATHS, collect, differentiable, operator, run
+from kernels.budget import NAMES, collect, differentiable, operator, run
 from mosar import MoSARConfig
 from mosar.core.layout import resolve_layout
 from mosar.kernels import native
@@ -23,8 +23,9 @@ PLAIN = Case(
     head_dim=12,
 )
 RICH = PLAIN.with_(config=EVERYTHING, padding="holes", segments="packed", softcap=5.0, window=9)
-NATIVE = [path for path in PATHS if path[0] != "tiled"]
-paths = pytest.mark.parametrize(("impl", "kind"), NATIVE)
+# One path for each kind of bias that the operators know.
+BIASES = [("native", "soft"), ("planned", "sparse"), ("native", "none"), ("native", "both")]
+biases = pytest.mark.parametrize(("impl", "kind"), BIASES)
 both = pytest.mark.parametrize("case", [PLAIN, RICH], ids=["plain", "rich"])
 
 
@@ -78,7 +79,7 @@ def test_opcheck_of_the_plan(case):
 
 
 @both
-@paths
+@biases
 def test_opcheck_of_attention(impl, kind, case):
     forward, backward = recorded(case, impl, kind)
     torch.library.opcheck(torch.ops.mosar.attend_backward.default, backward)
@@ -219,9 +220,7 @@ def changes(name, value):
 
 
 @both
-@pytest.mark.parametrize(
-    ("impl", "kind"), [("native", "soft"), ("planned", "sparse"), ("native", "both")]
-)
+@biases
 def test_wrong_arguments_of_attention(impl, kind, case):
     forward, backward = recorded(case, impl, kind)
     assert len(backward) == len(SIGNATURE)

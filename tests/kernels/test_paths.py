@@ -89,16 +89,16 @@ def test_distance_tiles_in_float64_are_the_outsiders(case, kind):
     assert_distance_agrees_with_outsider(case, kind, impl="tiled", atol=1e-10)
 
 
-@pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 100, 1000])
 @some_paths
+@pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 100, 1000])
 def test_lengths(impl, kind, length):
-    batch = 1 if length == 1000 else 4
-    case = BASE.with_(num_queries=length, num_keys=length, batch=batch)
+    size = {"batch": 1, "kv_heads": 1} if length == 1000 else {"batch": 4}
+    case = BASE.with_(num_queries=length, num_keys=length, **size)
     assert_within_budget(case, kind, impl=impl, conditioned=length <= 2)
 
 
-@pytest.mark.parametrize(("num_queries", "num_keys"), [(1, 200), (33, 65), (70, 300), (130, 257)])
 @some_paths
+@pytest.mark.parametrize(("num_queries", "num_keys"), [(1, 200), (33, 65), (70, 300), (130, 257)])
 def test_fewer_queries_than_keys(impl, kind, num_queries, num_keys):
     case = BASE.with_(num_queries=num_queries, num_keys=num_keys)
     assert_within_budget(case, kind, impl=impl, conditioned=num_queries == 1)
@@ -141,14 +141,14 @@ def test_4097_tokens(impl, kind):
     compare(found, by_rows(torch.float32), by_rows(torch.float64), eps)
 
 
-@pytest.mark.parametrize("head_dim", [1, 3, 16, 20, 64, 80, 256])
 @some_paths
+@pytest.mark.parametrize("head_dim", [1, 3, 16, 20, 64, 80, 256])
 def test_head_dims(impl, kind, head_dim):
     assert_within_budget(BASE.with_(head_dim=head_dim), kind, impl=impl)
 
 
-@pytest.mark.parametrize("heads", [(3, 1), (2, 2), (1, 3), (2, 3), (1, 8)])
 @paths
+@pytest.mark.parametrize("heads", [(3, 1), (2, 2), (1, 3), (2, 3), (1, 8)])
 def test_query_heads_per_key_head(impl, kind, heads):
     kv_heads, heads_per_kv = heads
     case = BASE.with_(kv_heads=kv_heads, heads_per_kv=heads_per_kv, num_queries=70, num_keys=90)
@@ -167,6 +167,7 @@ GEOMETRIES = {
     "5 regimes": variant((1, 0.75), (5, 0.5), (20, 0.0), (60, 0.9), (90, 0.5)),
     "steps": variant((7, 1.0), (30.5, 1.0), (90, 1.0)),
     "shorter than one token": variant((0.25, 0.5), (0.5, 1.0), (0.75, 1.0)),
+    "far beyond any text": variant((7, 0.5), (1e8, 0.5), (1e9, 1.0)),
     "linear": variant(exponent=1.0),
     "steep": variant(exponent=3.0, barrier=2.0),
     "rooted": variant(exponent=0.5),
@@ -178,14 +179,14 @@ GEOMETRIES = {
 }
 
 
-@pytest.mark.parametrize("geometry", GEOMETRIES)
 @pytest.mark.parametrize(("impl", "kind"), [path for path in PATHS if path[1] in ROUTINGS])
+@pytest.mark.parametrize("geometry", GEOMETRIES)
 def test_geometries(impl, kind, geometry):
     assert_within_budget(BASE.with_(config=GEOMETRIES[geometry]), kind, impl=impl)
 
 
-@pytest.mark.parametrize("labels", FORCED)
 @pytest.mark.parametrize(("impl", "kind"), [path for path in PATHS if path[1] in ROUTINGS])
+@pytest.mark.parametrize("labels", FORCED)
 def test_one_regime_for_all_or_one_token_alone(impl, kind, labels):
     assert_within_budget(BASE.with_(probabilities=labels), kind, impl=impl)
 
@@ -204,28 +205,28 @@ TRAITS = {
 }
 
 
-@pytest.mark.parametrize("trait", TRAITS)
 @paths
+@pytest.mark.parametrize("trait", TRAITS)
 def test_traits(impl, kind, trait):
     # Slopes make logits of hundreds where the nearest key is far.
     far = kind in ("slopes", "both") and trait in ("padded right", "free positions")
     assert_within_budget(BASE.with_(**TRAITS[trait]), kind, impl=impl, conditioned=far)
 
 
-@pytest.mark.parametrize("dtype", LOW_PRECISION)
 @paths
+@pytest.mark.parametrize("dtype", LOW_PRECISION)
 def test_low_precision(impl, kind, dtype):
     assert_within_budget(BASE.with_(dtype=dtype, softcap=30.0), kind, impl=impl)
 
 
-@pytest.mark.parametrize("scale", [1e4, -1e4, 1e-4, 1e-30, 0.0])
 @some_paths
+@pytest.mark.parametrize("scale", [1e4, -1e4, 1e-4, 1e-30, 0.0])
 def test_huge_and_tiny_logits(impl, kind, scale):
     assert_within_budget(BASE.with_(scale=scale), kind, impl=impl, conditioned=abs(scale) > 1)
 
 
-@pytest.mark.parametrize("scale", [1e4, 1e-4])
 @some_paths
+@pytest.mark.parametrize("scale", [1e4, 1e-4])
 def test_huge_and_tiny_logits_under_a_cap(impl, kind, scale):
     case = BASE.with_(scale=scale, softcap=20.0)
     assert_within_budget(case, kind, impl=impl, conditioned=scale > 1)
@@ -269,9 +270,9 @@ def expanded(x):
     return x[:, :, :1].expand_as(x)
 
 
+@some_paths
 @pytest.mark.parametrize("head_dim", [1, 16])
 @pytest.mark.parametrize("view", [transposed, sliced, strided, last_first, expanded])
-@some_paths
 def test_views(impl, kind, view, head_dim):
     case = BASE.with_(head_dim=head_dim, num_queries=40, num_keys=70)
     viewed = [view(x) if x.dim() == 4 else view(x[:, None])[:, 0] for x in case.inputs]
@@ -286,10 +287,10 @@ def test_views(impl, kind, view, head_dim):
             assert torch.equal(ours[name], expected[name]), name
 
 
+@some_paths
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 @pytest.mark.parametrize("padding", ["left", "right", "holes"])
 @pytest.mark.parametrize("head_dim", [16, 20])
-@some_paths
 def test_what_padded_slots_hold_does_not_matter(impl, kind, padding, head_dim, poison):
     case = BASE.with_(padding=padding, head_dim=head_dim, num_queries=40, num_keys=70)
     padded = ~case.key_valid[:, None, :, None]
@@ -370,17 +371,14 @@ def digest():
 
 
 def test_scratch_memory_may_hold_anything():
-    """The C library fills what it hands out with bytes that make floats of -6e-13 and -2e38."""
-    code = "import conftest; from kernels.test_paths import digest; print(digest())"
-    expected = digest()
-    for byte in (0x55, 0x01):
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            env={**os.environ, "MALLOC_PERTURB_": str(byte), "PYTHONPATH": str(TESTS)},
-            capture_output=True,
-            text=True,
-        )
-        assert done.stdout.strip() == expected, done.stderr
+    """The C library fills all memory it hands out with 0xfe, which makes floats of -1.7e38."""
+    done = subprocess.run(
+        [sys.executable, "-c", "import conftest, kernels.test_paths as t; print(t.digest())"],
+        env={**os.environ, "MALLOC_PERTURB_": "1", "PYTHONPATH": str(TESTS)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.strip() == digest(), done.stderr
 
 
 @some_paths

@@ -42,6 +42,8 @@ def test_both_planners_agree(case, dense):
     plan_input = dense_plan_input(layout_of(case)) if dense else sparse_input(case)
     by_torch, by_hand = (build(plan_input) for build in PLANNERS)
     for field in dataclasses.fields(Plan):
+        if field.name == "source":
+            continue
         ours, theirs = getattr(by_torch, field.name), getattr(by_hand, field.name)
         assert ours.dtype == theirs.dtype == torch.int32, field.name
         assert torch.equal(ours, theirs), field.name
@@ -111,8 +113,19 @@ def test_density_is_that_of_the_core(config, num_queries, num_keys, seed):
     assert build_native_plan(sparse_input(case)).density == pytest.approx(domain.density)
 
 
-def test_padding_does_not_count_as_causal():
-    case = Case(batch=3, num_queries=40, num_keys=40, padding="left")
+@pytest.mark.parametrize(
+    "trait",
+    [
+        {"padding": "left"},
+        {"padding": "right"},
+        {"segments": "packed"},
+        {"window": 7},
+        {"positions": "gaps"},
+    ],
+    ids=str,
+)
+def test_only_pairs_that_exist_count_as_causal(trait):
+    case = Case(batch=3, num_queries=40, num_keys=40, **trait)
     domain = build_hard_domain(*case.labels, SMALL, **case.placement)
     assert build_native_plan(sparse_input(case)).density == pytest.approx(domain.density)
 
@@ -151,10 +164,22 @@ def test_positions_may_be_as_far_as_int32_goes(build):
     assert torch.equal(pairs_of(plan), mask)
 
 
-def test_positions_beyond_int32_are_refused():
-    labels = torch.zeros(1, 2, dtype=torch.long)
+def test_segments_that_span_more_than_int32_are_refused():
+    labels, far = torch.zeros(1, 4, dtype=torch.long), 2**31 - 3
     layout = resolve_layout(
-        1, 2, 2, query_positions=torch.tensor([[0, 2**31]]), key_positions=torch.tensor([[0, 1]])
+        1,
+        4,
+        4,
+        key_positions=torch.tensor([[0, far, 0, far]]),
+        segment_ids=torch.tensor([[0, 0, 1, 1]]),
     )
-    with pytest.raises(ValueError, match="positions must stay below"):
+    with pytest.raises(ValueError, match="segments together must span less"):
         sparse_plan_input(labels, labels, SMALL, layout)
+
+
+@pytest.mark.parametrize("tile", [0, -1])
+def test_a_tile_holds_a_query(tile):
+    labels = torch.zeros(1, 4, dtype=torch.long)
+    plan = build_plan(sparse_plan_input(labels, labels, SMALL, resolve_layout(1, 4, 4)))
+    with pytest.raises(ValueError, match=f"tile .*{tile}"):
+        plan.padded_pair_count(tile)

@@ -17,8 +17,23 @@ Composition = Literal["mean", "min", "max"]
 COMPOSITIONS = ("mean", "min", "max")
 
 
+# Below the smallest normal float32 a gate's floor would vanish, and with it the logarithm.
+_SMALLEST_EPSILON = 1.2e-38
+
+
 def _is_real(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def check_config(config: object) -> None:
+    """Refuses what is not a MoSARConfig, by name, before anything asks it for a field."""
+    if not isinstance(config, MoSARConfig):
+        raise ValueError(f"config must be a MoSARConfig, got {type(config).__name__}")
 
 
 def _is_count(value: object, minimum: int) -> bool:
@@ -97,6 +112,11 @@ class MoSARConfig:
             if not _is_real(value) or value <= 0:
                 raise ValueError(f"{name} must be a finite number > 0, got {self._got(name)}")
             object.__setattr__(self, name, float(value))
+        if self.epsilon < _SMALLEST_EPSILON:
+            raise ValueError(
+                f"epsilon must be at least {_SMALLEST_EPSILON} (float32 holds nothing smaller), "
+                f"got {self.epsilon!r}"
+            )
         if self.epsilon >= math.exp(-self.barrier):
             raise ValueError(
                 f"epsilon must be smaller than e^-barrier = {math.exp(-self.barrier):.3g} "
@@ -153,8 +173,10 @@ class MoSARConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> MoSARConfig:
+        if not isinstance(values, dict):
+            raise ValueError(f"a MoSARConfig is made of a dict, got {type(values).__name__}")
         known = [field.name for field in fields(cls)]
-        unknown = sorted(set(values) - set(known))
+        unknown = sorted(set(map(str, values)) - set(known))
         if unknown:
             raise ValueError(f"unknown fields of MoSARConfig: {unknown}; known are {known}")
         return cls(**values)
@@ -166,7 +188,7 @@ class MoSARConfig:
     def from_json(cls, text: str) -> MoSARConfig:
         try:
             values = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, TypeError) as error:
             raise ValueError(f"a MoSARConfig must be valid JSON: {error}") from None
         if not isinstance(values, dict):
             raise ValueError(f"a MoSARConfig must be a JSON object, got {type(values).__name__}")

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+_FAR = torch.iinfo(torch.int32).max
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 
 
@@ -164,6 +166,7 @@ def resolve_layout(
         lowest = int(layout.query_positions.min())
         if lowest < 0:
             raise ValueError(f"query_positions must not be negative, got {lowest}")
+        _check_highest("query_positions", int(layout.query_positions.max()))
     return layout
 
 
@@ -193,6 +196,8 @@ def _check_key_positions(layout: Layout) -> None:
         positions, segment = key_positions[row][chosen], segments[row][chosen]
         if positions.numel() and int(positions.min()) < 0:
             raise ValueError(f"key_positions must not be negative, got {int(positions.min())}")
+        if positions.numel():
+            _check_highest("key_positions", int(positions.max()))
         falls = (positions.diff() < 0) & (segment.diff() == 0)
         if falls.any():
             at = int(falls.nonzero()[0])
@@ -203,12 +208,17 @@ def _check_key_positions(layout: Layout) -> None:
             )
 
 
+def _check_highest(name: str, highest: int) -> None:
+    if highest >= _FAR:
+        raise ValueError(f"{name} must stay below 2^31 - 1, got {highest}")
+
+
 def _window(window: float | None) -> int | None:
     if window is None or window == math.inf:
         return None
-    if isinstance(window, bool) or not isinstance(window, (int, float)) or not window >= 0:
+    if isinstance(window, bool) or not isinstance(window, Real) or not window >= 0:
         raise ValueError(f"window must be a number >= 0 (the largest distance), got {window!r}")
-    return math.floor(window)
+    return min(math.floor(window), _FAR)
 
 
 def _integers(

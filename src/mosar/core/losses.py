@@ -5,17 +5,20 @@ L_cost = 1/2 E[pi_Q·c + pi_K·c],   c_m = min(delta_m / N, 1),   c_G = 1
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from mosar.core.config import MoSARConfig
+from mosar.core.config import MoSARConfig, check_config
 
 
 def normalized_reach(config: MoSARConfig, length: int | None = None) -> Tensor:
     """c: each regime's reach as a fraction of `length` (default N), at most 1; [R] float64."""
+    check_config(config)
     length = config.max_length if length is None else length
-    if length < 1:
-        raise ValueError(f"length must be >= 1, got {length}")
+    if not isinstance(length, (int, float)) or not 1 <= length < math.inf:
+        raise ValueError(f"length must be a number >= 1, got {length!r}")
     cost_R = torch.tensor([regime.reach / length for regime in config.regimes], dtype=torch.float64)
     cost_R = cost_R.clamp_max(1.0)
     cost_R[-1] = 1.0
@@ -30,11 +33,14 @@ def normalized_reach_cost(
     `length` evaluates the same routing at another context length; this is the figure reported as
     normalized reach. It is not the support density, which counts pairs (`build_hard_domain`).
     """
+    check_config(config)
     for name, pi in (("pi_q", pi_q), ("pi_k", pi_k)):
         if pi.shape[-1:] != (config.num_regimes,):
             raise ValueError(
                 f"{name} must end in {config.num_regimes} regimes, got shape {list(pi.shape)}"
             )
+        if not pi.numel():
+            raise ValueError(f"{name} must hold at least one token, got shape {list(pi.shape)}")
     cost_R = normalized_reach(config, length)
 
     def expected(pi: Tensor) -> Tensor:

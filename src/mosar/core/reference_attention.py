@@ -17,9 +17,10 @@ import math
 import torch
 from torch import Tensor, nn
 
-from mosar.core.config import MoSARConfig
+from mosar.core.config import MoSARConfig, check_config
 from mosar.core.hard_domain import support_mask
-from mosar.core.layout import Layout, resolve_layout
+from mosar.core.inputs import check_attention_inputs
+from mosar.core.layout import Layout
 from mosar.core.outputs import ReferenceAttentionOutput
 from mosar.core.routers import PostPositionRouter, top1_routing
 from mosar.core.worth_field import WorthField
@@ -160,6 +161,7 @@ class MoSARReferenceAttention(nn.Module):
         softcap: float | None = None,
     ):
         super().__init__()
+        check_config(config)
         for name, count in (
             ("num_heads", num_heads),
             ("num_kv_heads", num_kv_heads),
@@ -197,16 +199,18 @@ class MoSARReferenceAttention(nn.Module):
         """q [B, H, T, D]; k, v [B, K, S, D], keys unexpanded; every intermediate is returned."""
         if routing not in ("soft", "top1", "sparse"):
             raise ValueError(f"routing must be one of soft, top1, sparse, got {routing!r}")
-        layout = resolve_layout(
-            q.shape[0],
-            q.shape[2],
-            k.shape[2],
+        layout = check_attention_inputs(
+            q,
+            k,
+            v,
+            scale=self.scale,
+            softcap=self.softcap,
+            dropout=0.0,
             window=window,
             query_positions=query_positions,
             key_positions=key_positions,
             key_valid=key_valid,
             segment_ids=segment_ids,
-            device=q.device,
         )
         if key_valid is not None:
             # As in dense_attention; a NaN that reached the key router would spoil its gradient.

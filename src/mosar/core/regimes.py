@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mosar.core.config import MoSARConfig
+from mosar.core.config import MoSARConfig, check_config
 
 
 class PairGeometry(NamedTuple):
@@ -27,6 +27,7 @@ class PairGeometry(NamedTuple):
 
 def pair_geometry(config: MoSARConfig) -> PairGeometry:
     """The geometry of every (query regime, key regime) pair; T + L is the reach."""
+    check_config(config)
     delta_R = torch.tensor([regime.reach for regime in config.regimes], dtype=torch.float64)
     alpha_R = torch.tensor([regime.plateau for regime in config.regimes], dtype=torch.float64)
     row, column = delta_R[:, None], delta_R[None, :]
@@ -65,6 +66,8 @@ class RegimeKernel(nn.Module):
 
         The tables are evaluated in float64 and rounded once.
         """
+        if not isinstance(distances, Tensor):
+            raise ValueError(f"distances must be a tensor, got {type(distances).__name__}")
         if dtype is None:
             dtype = distances.dtype if distances.is_floating_point() else torch.float32
         device = distances.device

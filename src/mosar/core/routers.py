@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mosar.core.config import MoSARConfig
+from mosar.core.config import MoSARConfig, check_config
 from mosar.core.outputs import RouterOutput
 
 
@@ -23,8 +23,9 @@ class PostPositionRouter(nn.Module):
     def __init__(self, input_dim: int, config: MoSARConfig):
         """`input_dim` is heads x head_dim; it must split evenly over the routing groups."""
         super().__init__()
+        check_config(config)
         groups = config.routing_groups
-        if input_dim < 1 or input_dim % groups:
+        if not isinstance(input_dim, int) or input_dim < 1 or input_dim % groups:
             raise ValueError(
                 f"input_dim must be a positive multiple of routing_groups={groups}, got {input_dim}"
             )
@@ -46,6 +47,9 @@ class PostPositionRouter(nn.Module):
 
     def forward(self, x: Tensor) -> RouterOutput:
         """x [B, T, heads, D] or [B, T, heads * D] -> [B, T, R] (or [B, Gr, T, R] for Gr > 1)."""
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"x must be a floating-point tensor, got {kind}")
         if x.dim() not in (3, 4) or x.shape[2:].numel() != self.input_dim:
             raise ValueError(
                 f"x must be [B, T, heads, D] or [B, T, heads*D] with heads*D = {self.input_dim}, "
@@ -87,7 +91,12 @@ def forced_routing(
     device: torch.device | str | None = None,
 ) -> Tensor:
     """Every token in one regime (a name or an index): one-hot [B, T, R], as Fixed-S/M/G use it."""
+    check_config(config)
     index = config.regime_index(regime) if isinstance(regime, str) else regime
+    if not isinstance(index, int) or isinstance(index, bool):
+        raise ValueError(f"regime must be a name or an index, got {regime!r}")
+    if batch < 0 or length < 0:
+        raise ValueError(f"batch and length must not be negative, got {batch} and {length}")
     if not 0 <= index < config.num_regimes:
         raise ValueError(f"regime must be an index below {config.num_regimes}, got {regime!r}")
     routing = torch.zeros(batch, length, config.num_regimes, dtype=dtype, device=device)

@@ -29,6 +29,17 @@ class WorthField(nn.Module):
         Leading dimensions broadcast; the contraction runs in the wider dtype of the two routings,
         at least float32.
         """
+        regimes, sizes = self.config.num_regimes, (pi_q.shape[-2:-1], pi_k.shape[-2:-1])
+        if pi_q.shape[-1:] != (regimes,) or pi_k.shape[-1:] != (regimes,):
+            raise ValueError(
+                f"pi_q and pi_k must end in {regimes} regimes, "
+                f"got {list(pi_q.shape)} and {list(pi_k.shape)}"
+            )
+        if distances.shape[-2:] != torch.Size([*sizes[0], *sizes[1]]):
+            raise ValueError(
+                f"distances must end in [T, S] = {[*sizes[0], *sizes[1]]}, "
+                f"got {list(distances.shape)}"
+            )
         dtype = torch.promote_types(torch.promote_types(pi_q.dtype, pi_k.dtype), torch.float32)
         with torch.autocast(pi_q.device.type, enabled=False):
             gate_TSRR = self.kernel(distances, dtype)

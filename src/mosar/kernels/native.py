@@ -11,7 +11,6 @@ import math
 from functools import lru_cache
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from mosar.core.config import MoSARConfig
@@ -20,7 +19,7 @@ from mosar.core.layout import Layout, resolve_layout
 from mosar.core.regimes import pair_geometry
 from mosar.kernels.build import load_library
 from mosar.kernels.plan import Plan, PlanInput, dense_plan_input, sparse_plan_input
-from mosar.kernels.tables import gate_table, kept_table
+from mosar.kernels.tables import gate_table, kept_table, table_length
 
 _NONE, _GEOMETRY, _WORTH, _TABLE = range(4)
 # As in csrc/attention.h: entries before and after each table row, so that vector loads stay inside.
@@ -46,7 +45,7 @@ def build_native_plan(plan_input: PlanInput) -> Plan:
         given.valid_k,
         given.reach,
     )
-    return Plan(*orders_and_runs, query_places=given.places_q, key_places=given.places_k)
+    return Plan(*orders_and_runs, source=given)
 
 
 def _dense_plan(layout: Layout) -> Plan:
@@ -80,9 +79,11 @@ def sparse_attention(
     """Only the pairs of the support, labels [B, T] or [B, Gr, T]; output and log-sum-exp."""
     if labels_k.shape[-1] <= _FEW_KEYS:
         # So short a context is nearly full: one dense pass whose gates end at the reach is quicker.
-        pi_q, pi_k = (F.one_hot(labels, config.num_regimes) for labels in (labels_q, labels_k))
+        one_hot = _identity(config.num_regimes)
+        pi_q, pi_k = one_hot[labels_q], one_hot[labels_k]
         return _worth_attention(q, k, v, pi_q, pi_k, config, layout, scale, softcap, hard=True)
     plan = build_native_plan(sparse_plan_input(labels_q, labels_k, config, layout))
+    length = table_length(config, layout)
     groups = labels_q.shape[1] if labels_q.dim() == 3 else 1
     return _attend(
         q,
@@ -92,7 +93,7 @@ def sparse_attention(
         bias=_GEOMETRY,
         groups=groups,
         geometry=_geometry(config),
-        table=None if config.exponent == 2 else _log_gates(config),
+        table=None if config.exponent == 2 else _log_gates(config, length),
         barrier=config.barrier,
         scale=scale,
         softcap=softcap,
@@ -142,7 +143,7 @@ def _worth_attention(
         groups=pi_q.shape[1],
         pi_q=pi_q.contiguous(),
         pi_k=pi_k.contiguous(),
-        table=_hard_gates(config) if hard else _gates(config),
+        table=(_hard_gates if hard else _gates)(config, table_length(config, layout)),
         epsilon=0.0 if hard else config.epsilon,
         scale=scale,
         softcap=softcap,
@@ -202,7 +203,7 @@ def _attend(
         x = x.float()
         return x if x.stride(-1) == 1 else x.contiguous()
 
-    out, lse, _ = torch.ops.mosar.attend(
+    arguments = (
         as_float(q),
         as_float(k),
         as_float(v),
@@ -226,7 +227,21 @@ def _attend(
         barrier,
         epsilon,
     )
+    trains = torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (q, k, v, pi_q, pi_k)
+    )
+    if trains or torch.compiler.is_compiling():
+        out, lse, _ = torch.ops.mosar.attend(*arguments)
+    else:
+        # Straight to the kernel: the autograd layer alone takes as long as a hundred tokens.
+        with torch._C._AutoDispatchBelowAutograd():
+            out, lse, _ = torch.ops.mosar.attend(*arguments)
     return out.to(q.dtype), lse
+
+
+@kept_table
+def _identity(num_regimes: int) -> Tensor:
+    return torch.eye(num_regimes)
 
 
 @kept_table
@@ -244,23 +259,23 @@ def _geometry(config: MoSARConfig) -> Tensor:
 
 
 @kept_table
-def _gates(config: MoSARConfig) -> Tensor:
+def _gates(config: MoSARConfig, length: int) -> Tensor:
     """Gates by distance per (regime, column), padded, [R * C, length]; constant past its end."""
-    return _padded(gate_table(config).flatten(0, 1))
+    return _padded(gate_table(config, length).flatten(0, 1))
 
 
 @kept_table
-def _hard_gates(config: MoSARConfig) -> Tensor:
+def _hard_gates(config: MoSARConfig, length: int) -> Tensor:
     """The gates with 0 beyond the reach: worth 0 means that the pair does not exist."""
-    gates = _gates(config)
+    gates = _gates(config, length)
     distances = torch.arange(gates.shape[1]) - _TABLE_PAD
     return gates.masked_fill(distances > class_reach(config).reshape(-1, 1), 0.0)
 
 
 @kept_table
-def _log_gates(config: MoSARConfig) -> Tensor:
+def _log_gates(config: MoSARConfig, length: int) -> Tensor:
     """log2 of the gates per (label, class), for exponents other than 2."""
-    return _gates(config).double().log2().float()
+    return _gates(config, length).double().log2().float()
 
 
 def _padded(rows: Tensor) -> Tensor:

@@ -44,10 +44,18 @@ class Plan:
     """[P, T, C], by sorted query: first key of the run."""
     run_hi: Tensor
     """[P, T, C]: one past the last key of the run; equal to run_lo where it is empty."""
-    query_places: Tensor
-    """[P, T]: positions, laid end to end over segments; differences are distances."""
-    key_places: Tensor
-    """[P, S]."""
+    source: PlanInput
+    """What the plan was made of."""
+
+    @property
+    def query_places(self) -> Tensor:
+        """[P, T]: positions, laid end to end over segments; differences are distances."""
+        return self.source.places_q
+
+    @property
+    def key_places(self) -> Tensor:
+        """[P, S]."""
+        return self.source.places_k
 
     @property
     def row_pair_counts(self) -> Tensor:
@@ -61,6 +69,8 @@ class Plan:
 
     def padded_pair_count(self, tile: int) -> int:
         """Pairs evaluated when `tile` neighbouring queries of a label share their runs."""
+        if tile < 1:
+            raise ValueError(f"tile must be >= 1, got {tile}")
         total = 0
         for row in range(self.query_offsets.shape[0]):
             offsets = self.query_offsets[row].tolist()
@@ -75,11 +85,19 @@ class Plan:
 
     @property
     def density(self) -> float:
-        """Pairs of the plan over all causal pairs of as many valid keys, positions 0..S-1."""
-        keys = self.key_offsets[:, -1].long()
-        queries = keys.clamp_max(self.query_order.shape[1])
-        causal = queries * keys - queries * (queries - 1) // 2
-        return self.pair_count / max(int(causal.clamp_min(1).sum()), 1)
+        """rho: pairs of the plan over all pairs that exist."""
+        source = self.source
+        everything = PlanInput(
+            labels_q=torch.zeros_like(source.labels_q),
+            classes_k=torch.zeros_like(source.classes_k),
+            places_q=source.places_q,
+            places_k=source.places_k,
+            floor_q=source.floor_q,
+            valid_k=source.valid_k,
+            reach=torch.full_like(source.reach[:1, :1], source.window),
+            window=source.window,
+        )
+        return self.pair_count / max(build_plan(everything).pair_count, 1)
 
 
 @dataclass(frozen=True)
@@ -100,6 +118,8 @@ class PlanInput:
     """[P, S] bool; None: every key."""
     reach: Tensor
     """[R, C]: largest distance per (label, class)."""
+    window: int
+    """Largest distance of any pair."""
 
 
 def sparse_plan_input(
@@ -156,6 +176,7 @@ def _plan_input(
         floor_q=None if floor_q is None else rows(floor_q, torch.int32),
         valid_k=None if layout.key_valid is None else rows(layout.key_valid, torch.bool),
         reach=reach.to(labels_q.device),
+        window=_FAR if layout.window is None else layout.window,
     )
 
 
@@ -186,11 +207,13 @@ def _lay_out(layout: Layout) -> tuple[Tensor, Tensor, Tensor | None]:
         floor_q = start.gather(1, rank[:, num_keys:])
     elif layout.key_valid is not None:
         places_k = places_k.masked_fill(~layout.key_valid, 0)
-    default = places_k is layout.key_positions and layout.default_positions
-    if not default and can_check_values(places_q):
+    if floor_q is not None and can_check_values(places_q):
         highest = max(int(places_q.max()), int(places_k.max()))
         if highest >= _FAR:
-            raise ValueError(f"positions must stay below 2^31 - 1, got {highest}")
+            raise ValueError(
+                f"the positions of all segments together must span less than 2^31 - 1, "
+                f"got {highest}"
+            )
     return places_q, places_k, floor_q
 
 
@@ -232,6 +255,5 @@ def build_plan(plan_input: PlanInput) -> Plan:
         key_offsets=key_offsets.int(),
         run_lo=lo.reshape(shape).int(),
         run_hi=hi.reshape(shape).int(),
-        query_places=plan_input.places_q,
-        key_places=plan_input.places_k,
+        source=plan_input,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable
 from functools import lru_cache, wraps
 from typing import ParamSpec
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mosar.core.config import MoSARConfig
+from mosar.core.layout import Layout
 from mosar.core.regimes import RegimeKernel
 
 P = ParamSpec("P")
@@ -38,15 +38,34 @@ def kept_table(make: Callable[P, Tensor]) -> Callable[P, Tensor]:
     return table
 
 
-@kept_table
-def gate_table(config: MoSARConfig, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Gates by distance, [R, C, length], a column of ones for sinks; constant past its end."""
-    # No pair but the global one, whose gate is 1 everywhere, reaches farther than this.
+# Tables up to this length are made whole; longer ones only as far as distances go.
+_SHORT_TABLE = 1 << 16
+
+
+def table_length(config: MoSARConfig, layout: Layout) -> int:
+    """How many distances a table of gates must hold for the pairs of `layout`."""
+    whole = _whole_length(config)
+    if whole <= _SHORT_TABLE:
+        return whole
+    farthest = layout.key_positions.shape[1]
+    if not layout.default_positions:
+        farthest = int(layout.query_positions.max()) + 1
+    # A power of two, so that growing contexts share a few tables.
+    return min(whole, 1 << (farthest + 1).bit_length())
+
+
+def _whole_length(config: MoSARConfig) -> int:
+    """In plain numbers: torch.compile traces no tensor's value. The global pair needs no table."""
     *_, second, last = (regime.reach for regime in config.regimes)
     farthest = {"mean": (second + last) / 2, "min": second, "max": last}[config.composition]
-    distances = torch.arange(math.floor(farthest) + 3)
-    gate_RCd = RegimeKernel(config)(distances, dtype).permute(1, 2, 0)
+    return int(min(farthest, 2.0**31)) + 3
+
+
+@kept_table
+def gate_table(config: MoSARConfig, length: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Gates by distance, [R, C, length], a column of ones for sinks; constant past its end."""
+    gate_RCd = RegimeKernel(config)(torch.arange(length), dtype).permute(1, 2, 0)
     if config.num_sinks:
-        ones = gate_RCd.new_ones(config.num_regimes, 1, len(distances))
+        ones = gate_RCd.new_ones(config.num_regimes, 1, length)
         gate_RCd = torch.cat([gate_RCd, ones], dim=1)
     return gate_RCd.contiguous()

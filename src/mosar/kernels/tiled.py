@@ -24,7 +24,7 @@ from mosar.core.hard_domain import class_reach
 from mosar.core.layout import Layout
 from mosar.core.regimes import pair_geometry
 from mosar.kernels.plan import Plan, build_plan, dense_plan_input, sparse_plan_input
-from mosar.kernels.tables import gate_table
+from mosar.kernels.tables import gate_table, table_length
 
 _TILE = 128
 
@@ -98,7 +98,7 @@ def worth_attention(
     if pi_q.dim() == 3:
         pi_q, pi_k = pi_q[:, None], pi_k[:, None]
     dtype = torch.promote_types(pi_q.dtype, pi_k.dtype)
-    gate_RRd = gate_table(config, dtype).to(q.device)
+    gate_RRd = gate_table(config, table_length(config, layout), dtype).to(q.device)
     sinks_BS = layout.sinks(config.num_sinks) if config.num_sinks else None
 
     def bias(tile: Tile) -> Tensor:

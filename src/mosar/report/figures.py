@@ -114,7 +114,8 @@ def pair_colours(count: int) -> list[str]:
 
 def _draw_gates(axes: Axes, config: MoSARConfig, max_distance: int) -> None:
     """One line a pair, and a dot where it reaches the floor."""
-    distances_D = torch.arange(max_distance + 1)
+    # Every distance, or as many as a picture can show.
+    distances_D = torch.linspace(0, max_distance, min(max_distance + 1, 20_001)).double().round()
     gate_DRR = RegimeKernel(config)(distances_D, torch.float64)
     reach_RR = pair_geometry(config).reach
     pairs = regime_pairs(config)

@@ -679,13 +679,13 @@ class Attention::Worker {
     lanes_to_rows(group.o, dim_, rows_);
     for (int l = 0; l < group.count; ++l) {
       const float sum = group.sum[l];
-      const float inverse = sum > 0 ? 1 / sum : 0;
+      const float inverse = sum == 0 ? 0 : 1 / sum;
       float* o = out + group.row[l] * p_.dim;
       for (int64_t d = 0; d < p_.dim; ++d) o[d] = rows_[l * dim_ + d] * inverse;
       softmax[group.row[l]] = group.max[l];
       softmax[rows + group.row[l]] = sum;
       lse[group.row[l]] =
-          sum > 0 ? group.max[l] * kLn2 + std::log(sum) : -std::numeric_limits<float>::infinity();
+          sum == 0 ? -std::numeric_limits<float>::infinity() : group.max[l] * kLn2 + std::log(sum);
     }
   }
 
@@ -701,7 +701,7 @@ class Attention::Worker {
       if (l >= group.count) continue;
       const float sum = g.softmax[rows + group.row[l]];
       group.max[l] = g.softmax[group.row[l]];
-      group.sum[l] = sum > 0 ? 1 / sum : 0;
+      group.sum[l] = sum == 0 ? 0 : 1 / sum;
       const float* dout = g.dout + group.row[l] * p_.dim;
       std::copy(dout, dout + p_.dim, row);
       group.dot[l] = dot_product(dout, g.out + group.row[l] * p_.dim, p_.dim);

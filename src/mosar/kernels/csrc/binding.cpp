@@ -105,6 +105,34 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> plan(
   return {query_order, key_order, query_offsets, key_offsets, run_lo, run_hi};
 }
 
+// The plan indexes memory: whatever made it, it must stay inside.
+void check_plan(const mosar::Problem& p) {
+  auto within = [](const int32_t* values, int64_t count, int64_t low, int64_t high) {
+    bool inside = true;
+    for (int64_t i = 0; i < count; ++i) inside &= values[i] >= low && values[i] <= high;
+    return inside;
+  };
+  auto ascending = [](const int32_t* offsets, int64_t count, int64_t last) {
+    bool inside = offsets[0] == 0 && offsets[count - 1] <= last;
+    for (int64_t i = 1; i < count; ++i) inside &= offsets[i] >= offsets[i - 1];
+    return inside;
+  };
+  for (int64_t r = 0; r < p.plan_rows; ++r) {
+    const int32_t* key_offsets = p.key_offsets + r * (p.classes + 1);
+    const int32_t* query_offsets = p.query_offsets + r * (p.labels + 1);
+    check(ascending(key_offsets, p.classes + 1, p.keys), "key_offsets leave the keys");
+    check(ascending(query_offsets, p.labels + 1, p.queries) &&
+              query_offsets[p.labels] == p.queries,
+          "query_offsets must cover the queries");
+    const int64_t used = key_offsets[p.classes], runs = p.queries * p.classes;
+    check(within(p.key_order + r * p.keys, used, 0, p.keys - 1), "key_order leaves the keys");
+    check(within(p.query_order + r * p.queries, p.queries, 0, p.queries - 1),
+          "query_order leaves the queries");
+    check(within(p.run_lo + r * runs, runs, 0, used) && within(p.run_hi + r * runs, runs, 0, used),
+          "runs leave the sorted keys");
+  }
+}
+
 mosar::Problem problem(const Tensor& q, const Tensor& k, const Tensor& v,
                        const std::optional<Tensor>& pi_q, const std::optional<Tensor>& pi_k,
                        const Tensor& pos_q, const Tensor& pos_k, const Tensor& query_order,
@@ -137,6 +165,7 @@ mosar::Problem problem(const Tensor& q, const Tensor& k, const Tensor& v,
   p.run_hi = data<int32_t>(run_hi, "run_hi", {p.plan_rows, p.queries, p.classes});
   p.pos_q = data<int32_t>(pos_q, "pos_q", {p.plan_rows, p.queries});
   p.pos_k = data<int32_t>(pos_k, "pos_k", {p.plan_rows, p.keys});
+  check_plan(p);
   check(bias >= 0 && bias <= 3, "bias must be 0, 1, 2 or 3");
   p.bias = static_cast<mosar::Bias>(bias);
   p.scale = static_cast<float>(scale), p.softcap = static_cast<float>(softcap);

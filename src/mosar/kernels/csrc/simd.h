@@ -81,25 +81,28 @@ inline float dot_product(const float* a, const float* b, int64_t count) {
 // normal numbers: denormal ones cost a hundred cycles each.
 constexpr float kExponentCut = -100.0f;
 
-// 2^x within 2 ulp for kExponentCut <= x <= 127, exactly 0 below.
+// 2^x within 2 ulp for kExponentCut <= x <= 127, exactly 0 below; NaN for NaN.
 inline vf exp2(vf x) {
 #if defined(__AVX512F__)
-  const __mmask16 normal = _mm512_cmp_ps_mask(x, splat(kExponentCut), _CMP_GE_OQ);
+  const __mmask16 kept = _mm512_cmp_ps_mask(x, splat(kExponentCut), _CMP_NLT_UQ);  // NaN too
   const vf whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  return _mm512_maskz_scalef_ps(normal, exp2_fraction(x - whole), whole);
+  return _mm512_maskz_scalef_ps(kept, exp2_fraction(x - whole), whole);
 #else
   const float magic = 12582912.0f;  // 1.5 * 2^23: adding it leaves round(x) in the low bits
   vf clamped = max(x, splat(kExponentCut));
   vf shifted = clamped + magic;
   vf p = exp2_fraction(clamped - (shifted - magic));
   vf result = reinterpret_cast<vf>(reinterpret_cast<vi>(p) + (reinterpret_cast<vi>(shifted) << 23));
+  result = x == x ? result : x;  // NaN in, NaN out
   return x < kExponentCut ? vf{} : result;
 #endif
 }
 
 // tanh(x) = x P(x^2) / Q(x^2) within 3 ulp, saturated beyond |x| = 7.95 where 1 - tanh < 3e-7.
 inline vf tanh(vf x) {
-  x = max(min(x, splat(7.95f)), splat(-7.95f));
+  // Comparisons with NaN are false: it passes through.
+  x = x > 7.95f ? splat(7.95f) : x;
+  x = x < -7.95f ? splat(-7.95f) : x;
   vf u = x * x;
   vf p = splat(1.532881022114907e-8f);
   p = p * u + 2.1958854631520808e-5f;
