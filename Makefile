@@ -22,7 +22,7 @@ $(STAMP): pyproject.toml requirements/lock.txt
 		exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) '$(TORCH)'
-	$(PIP) '$(TORCH)' -e '.[dev,hf,report]'
+	$(PIP) '$(TORCH)' -e '.[data,dev,hf,report,tensorboard]'
 	@touch $@
 
 test: setup ## run the tests (all but those marked slow)

@@ -31,7 +31,14 @@ def test_version():
     assert (result.exit_code, result.stdout) == (0, f"mosar {__version__}\n")
 
 
-COMMANDS = [(), ("figure",), ("figure", "decay-kernels"), ("bench",), ("bench", "attention")]
+COMMANDS = [
+    (),
+    ("figure",),
+    ("figure", "decay-kernels"),
+    ("bench",),
+    ("bench", "attention"),
+    ("prepare",),
+]
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -1,0 +1,1 @@
+"""Text to tokens: corpora, tokenizers, and the packed stream that training reads."""

@@ -1,0 +1,31 @@
+"""Which data a run reads, and how."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from numbers import Integral
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """The `data.` part of a run's configuration."""
+
+    folder: str = "data/stdlib"
+    """A dataset as `mosar prepare` makes it."""
+    isolate_documents: bool = False
+    """Attention stays within a document; otherwise it crosses them, as in a plain packed stream."""
+    seed: int = 0
+    """Of the order of the windows; every epoch has another one."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.folder, (str, os.PathLike)) or not os.fspath(self.folder):
+            raise ValueError(f"folder must be a path, got {self.folder!r}")
+        object.__setattr__(self, "folder", os.fspath(self.folder))
+        if not isinstance(self.isolate_documents, bool):
+            raise ValueError(
+                f"isolate_documents must be true or false, got {self.isolate_documents!r}"
+            )
+        if not isinstance(self.seed, Integral) or isinstance(self.seed, bool) or self.seed < 0:
+            raise ValueError(f"seed must be an integer >= 0, got {self.seed!r}")
+        object.__setattr__(self, "seed", int(self.seed))

@@ -1,0 +1,154 @@
+"""Corpora: where text comes from, as a stream of documents that is never held whole.
+
+A source is a file, a folder, `stdlib` or `hf:NAME[:CONFIG][:SPLIT]`. Documents come in the order of
+the sources, files of a folder by path.
+"""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+from pathlib import Path
+
+from mosar.data.documents import (
+    Document,
+    ReadReport,
+    cut_pieces,
+    hf_documents,
+    line_documents,
+    parquet_documents,
+    parse_hf,
+    text_document,
+)
+from mosar.data.errors import DataError
+
+TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".py")
+LINES_SUFFIXES = (".jsonl", ".ndjson")
+_COMPRESSED = (".bz2", ".xz", ".zst", ".zip", ".tar", ".tgz", ".7z")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """One named source, found and listed but not yet read."""
+
+    spec: str
+    """As it was given."""
+    kind: str
+    """"file", "folder", "stdlib" or "hf"."""
+    files: tuple[Path, ...] = ()
+    """What is read, in this order; empty for "hf"."""
+    passed_over: int = 0
+    """Files of a folder that are of no known kind."""
+
+
+def find_source(spec: str) -> Source:
+    """The source that `spec` names; a DataError where there is none."""
+    if spec == "stdlib":
+        return Source(spec=spec, kind="stdlib", files=_stdlib_files())
+    if spec.startswith("hf:"):
+        parse_hf(spec)
+        return Source(spec=spec, kind="hf")
+    path = Path(spec)
+    if path.is_dir():
+        listed = list(_walk(path))
+        files = tuple(file for file in listed if _is_known(file))
+        if not files:
+            known = ", ".join((*TEXT_SUFFIXES, *LINES_SUFFIXES, ".parquet"))
+            raise DataError(f"{spec} holds no file that ends in {known} or those with .gz")
+        return Source(spec=spec, kind="folder", files=files, passed_over=len(listed) - len(files))
+    if path.is_file():
+        if path.suffix.lower() in _COMPRESSED:
+            raise DataError(f"{spec} is compressed in a way that is not read here; unpack it first")
+        return Source(spec=spec, kind="file", files=(path,))
+    if path.exists():
+        raise DataError(f"{spec} is neither a file nor a folder; sources may be read twice")
+    raise DataError(f"{spec} does not exist; a source is a file, a folder, stdlib or hf:NAME")
+
+
+def total_bytes(sources: Sequence[Source]) -> int | None:
+    """Bytes on disk, or None where a source does not say."""
+    if any(source.kind == "hf" for source in sources):
+        return None
+    return sum(file.stat().st_size for source in sources for file in source.files)
+
+
+def read_documents(
+    sources: Sequence[Source], report: ReadReport, *, text_field: str = "text"
+) -> Iterator[Document]:
+    """Every document with any text in it, in order; `report` is kept up to date."""
+    report.documents = [0] * len(sources)
+    for number, source in enumerate(sources):
+        for document in _documents_of(source, text_field, report):
+            pieces = cut_pieces(document.pieces)
+            head = list(islice(pieces, 2))
+            if len(head) < 2 and not "".join(head).strip():
+                report.empty += 1
+                continue
+            document.opening, document.pieces = head[0], chain(head, pieces)
+            document.source = number
+            report.documents[number] += 1
+            yield document
+            if document.replaced:
+                report.replaced += 1
+                report.first_replaced = report.first_replaced or document.name
+
+
+def _stdlib_files() -> tuple[Path, ...]:
+    folder = Path(sysconfig.get_path("stdlib"))
+    # Installed packages are not the standard library, and not every system installs its tests.
+    left_out = {"site-packages", "dist-packages", "test", "tests"}
+    files = tuple(file for file in _walk(folder, left_out) if file.suffix == ".py")
+    if not files:
+        raise DataError(
+            f"this Python has no sources of its standard library in {folder}; name text files"
+        )
+    return files
+
+
+def _walk(folder: Path, left_out: Iterable[str] = ()) -> Iterator[Path]:
+    """The files below a folder by path, without hidden ones."""
+    skipped = {"__pycache__", *left_out}
+
+    def visible(names: list[str]) -> list[str]:
+        return sorted(name for name in names if name not in skipped and not name.startswith("."))
+
+    def fail(error: OSError) -> None:
+        raise DataError(f"cannot read {error.filename}: {error.strerror}")
+
+    for parent, folders, files in os.walk(folder, onerror=fail):
+        folders[:] = visible(folders)
+        for name in visible(files):
+            path = Path(parent, name)
+            if path.is_file():
+                yield path
+
+
+def _format(path: Path) -> tuple[str, bool]:
+    """The suffix that says how a file is read, and whether it is gzipped."""
+    suffix = path.suffix.lower()
+    if suffix == ".gz":
+        return Path(path.stem).suffix.lower(), True
+    return suffix, False
+
+
+def _is_known(path: Path) -> bool:
+    suffix, gzipped = _format(path)
+    return suffix in (*TEXT_SUFFIXES, *LINES_SUFFIXES) or (suffix == ".parquet" and not gzipped)
+
+
+def _documents_of(source: Source, text_field: str, report: ReadReport) -> Iterator[Document]:
+    if source.kind == "hf":
+        yield from hf_documents(source.spec, text_field)
+    for file in source.files:
+        suffix, gzipped = _format(file)
+        if suffix == ".parquet":
+            if gzipped:
+                raise DataError(f"{file}: parquet is compressed by itself; unpack it first")
+            yield from parquet_documents(file, text_field, report)
+        elif suffix in (*LINES_SUFFIXES, ".json"):
+            yield from line_documents(file, text_field, report)
+        else:
+            yield from text_document(file, report)

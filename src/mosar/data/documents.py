@@ -1,0 +1,244 @@
+"""Reading documents: text, JSON Lines, parquet and Hugging Face datasets, a piece at a time.
+
+A text file is one document and is read in blocks; a line of JSON Lines and a row of the others is
+one document each. Pieces are cut where a tokenizer that splits at white space cuts anyway.
+"""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import json
+import re
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from io import BufferedIOBase
+from pathlib import Path
+from typing import Any
+
+from mosar.data.errors import DataError
+
+PIECE_LENGTH = 1 << 18
+"""Characters of a piece at most."""
+
+_BLOCK_BYTES = 1 << 18
+_PARQUET_ROWS = 64
+_SURROGATES = re.compile("[\ud800-\udfff]")
+_INSTALL = 'pip install "mosar[data]"'
+
+
+@dataclass
+class Document:
+    """One document, to be read before the next one is asked for."""
+
+    name: str
+    """Where it comes from, for messages."""
+    pieces: Iterator[str]
+    """Its text; at most PIECE_LENGTH characters each, none empty."""
+    opening: str = ""
+    """The first piece."""
+    source: int = 0
+    """The number of its source."""
+    replaced: bool = False
+    """It held something that is not UTF-8; known once the pieces have been read."""
+
+
+@dataclass
+class ReadReport:
+    """What reading has met so far."""
+
+    bytes_read: int = 0
+    """Of the files, as they lie on disk."""
+    documents: list[int] = field(default_factory=list)
+    """By source, in their order."""
+    empty: int = 0
+    """Documents skipped because they hold nothing but white space."""
+    replaced: int = 0
+    """Documents in which something was not UTF-8 and became U+FFFD."""
+    first_replaced: str | None = None
+
+
+def cut_pieces(chunks: Iterable[str], length: int = PIECE_LENGTH) -> Iterator[str]:
+    """The same text in pieces of at most `length`, each cut before white space where there is any.
+
+    Where the cuts fall depends on the text alone, not on how it was chunked.
+    """
+    buffer = ""
+    for chunk in chunks:
+        for start in range(0, len(chunk), length):
+            buffer += chunk[start : start + length]
+            while len(buffer) > length:
+                cut = _last_cut(buffer, length)
+                yield buffer[:cut]
+                buffer = buffer[cut:]
+    if buffer:
+        yield buffer
+
+
+def _last_cut(text: str, length: int) -> int:
+    # Before a blank that follows a word GPT-2's pattern always starts a new match, so byte-level
+    # BPE gives the same tokens with the cut as without it.
+    for cut in range(length, length // 2, -1):
+        if text[cut] in " \n\r\t" and not text[cut - 1].isspace():
+            return cut
+    return length
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(f"{path} is not a whole gzip file: {error}") from None
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror or error}") from None
+
+
+@contextmanager
+def _opened(path: Path, report: ReadReport) -> Iterator[tuple[BufferedIOBase, Callable[[], None]]]:
+    """The file, unpacked, and a function that tells the report how far it has been read."""
+    with open(path, "rb") as raw:
+        seen = 0
+
+        def tell() -> None:
+            nonlocal seen
+            position = raw.tell()
+            report.bytes_read += position - seen
+            seen = position
+
+        if path.suffix.lower() == ".gz":
+            with gzip.GzipFile(fileobj=raw) as unpacked:
+                yield unpacked, tell
+        else:
+            yield raw, tell
+        tell()
+
+
+def text_document(path: Path, report: ReadReport) -> Iterator[Document]:
+    def chunks() -> Iterator[str]:
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        with _reading(path), _opened(path, report) as (file, tell):
+            first = True
+            while True:
+                block = file.read(_BLOCK_BYTES)
+                tell()
+                final = not block
+                if first:
+                    if b"\0" in block[:8192]:
+                        raise DataError(f"{path} holds NUL bytes: it is not text in UTF-8")
+                    block, first = block.removeprefix(codecs.BOM_UTF8), False
+                try:
+                    text = decoder.decode(block, final)
+                except UnicodeDecodeError:
+                    # The decoder keeps its state when it fails, so the block can be given again.
+                    decoder.errors, document.replaced = "replace", True
+                    text = decoder.decode(block, final)
+                if text:
+                    yield text
+                if final:
+                    return
+
+    document = Document(str(path), chunks())
+    yield document
+
+
+def line_documents(path: Path, text_field: str, report: ReadReport) -> Iterator[Document]:
+    with _reading(path), _opened(path, report) as (file, tell):
+        for number, line in enumerate(file, start=1):
+            tell()
+            if number == 1:
+                line = line.removeprefix(codecs.BOM_UTF8)
+            if not line.strip():
+                continue
+            name = f"{path}, line {number}"
+            text, replaced = _decode(line)
+            try:
+                row = json.loads(text)
+            except (ValueError, RecursionError) as error:
+                raise DataError(f"{name}: not JSON ({error})") from None
+            if not isinstance(row, dict):
+                raise DataError(
+                    f"{name}: each line must be a JSON object with the field {text_field!r}, "
+                    f"got {type(row).__name__}"
+                )
+            yield _row_document(row, text_field, name, replaced)
+
+
+def parquet_documents(path: Path, text_field: str, report: ReadReport) -> Iterator[Document]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ModuleNotFoundError:
+        raise DataError(f"{path}: parquet needs pyarrow, which is missing: {_INSTALL}") from None
+    rows = 0
+    try:
+        with _reading(path), parquet.ParquetFile(path) as file:
+            size = path.stat().st_size
+            columns = file.schema_arrow.names
+            if text_field not in columns:
+                raise _no_field(str(path), text_field, columns)
+            for batch in file.iter_batches(batch_size=_PARQUET_ROWS, columns=[text_field]):
+                for value in batch.column(0).to_pylist():
+                    rows += 1
+                    yield _row_document({text_field: value}, text_field, f"{path}, row {rows}")
+                report.bytes_read += size * len(batch) // max(file.metadata.num_rows, 1)
+    except pyarrow.ArrowException as error:
+        raise DataError(f"{path} is not a whole parquet file: {_one_line(error)}") from None
+
+
+def parse_hf(spec: str) -> tuple[str, str | None, str]:
+    name, config, split = (*spec.removeprefix("hf:").split(":", 2), "", "")[:3]
+    if not name:
+        raise DataError(f"{spec} names no dataset; write hf:NAME, hf:NAME:CONFIG or hf:NAME::SPLIT")
+    return name, config or None, split or "train"
+
+
+def hf_documents(spec: str, text_field: str) -> Iterator[Document]:
+    name, config, split = parse_hf(spec)
+    try:
+        import datasets
+    except ModuleNotFoundError:
+        raise DataError(f"{spec} needs datasets, which is missing: {_INSTALL}") from None
+    try:
+        rows = datasets.load_dataset(name, config, split=split, streaming=True)
+        for number, row in enumerate(rows, start=1):
+            yield _row_document(dict(row), text_field, f"{spec}, row {number}")
+    except DataError:
+        raise
+    # Whatever the hub, the network or a file format can raise: there is no common class.
+    except Exception as error:
+        raise DataError(f"cannot read {spec}: {type(error).__name__}: {_one_line(error)}") from None
+
+
+def _row_document(
+    row: dict[str, Any], text_field: str, name: str, replaced: bool = False
+) -> Document:
+    if text_field not in row:
+        raise _no_field(name, text_field, row)
+    text = "" if row[text_field] is None else row[text_field]
+    if not isinstance(text, str):
+        raise DataError(f"{name}: {text_field!r} must be text, got {type(text).__name__}")
+    # JSON can spell half of a surrogate pair, which UTF-8 cannot.
+    if not text.isascii() and _SURROGATES.search(text):
+        text, replaced = _SURROGATES.sub("\ufffd", text), True
+    return Document(name, iter((text,)), replaced=replaced)
+
+
+def _no_field(name: str, text_field: str, known: Iterable[str]) -> DataError:
+    return DataError(
+        f"{name}: no field {text_field!r}; there are {sorted(map(str, known))}: "
+        "name one with --text-field"
+    )
+
+
+def _decode(data: bytes) -> tuple[str, bool]:
+    try:
+        return data.decode(), False
+    except UnicodeDecodeError:
+        return data.decode(errors="replace"), True
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]

@@ -1,0 +1,213 @@
+"""The manifest of a dataset: what its files are, and how to tell that they still are.
+
+    DIR/manifest.json      this; written last
+    DIR/tokenizer.json     absent for bytes
+    DIR/{train,valid}.bin  tokens, uint16 or uint32, little endian
+    DIR/{train,valid}.docs.npy   where each document starts, int64
+
+The same sources, tokenizer and seed give the same manifest, byte for byte.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mosar.data.errors import DataError
+from mosar.version import __version__
+
+FORMAT = "mosar-tokens"
+VERSION = 1
+MANIFEST = "manifest.json"
+TOKENIZER = "tokenizer.json"
+SPLITS = ("train", "valid")
+_AGAIN = "prepare the dataset again (mosar prepare … --force)"
+
+
+def tokens_file(split: str) -> str:
+    return f"{split}.bin"
+
+
+def documents_file(split: str) -> str:
+    return f"{split}.docs.npy"
+
+
+def token_dtype(vocab_size: int) -> str:
+    """The smallest type that holds every token."""
+    return "uint16" if vocab_size <= 1 << 16 else "uint32"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerEntry:
+    """Which tokenizer made the tokens."""
+
+    kind: str
+    """"byte", or "file": the dataset's tokenizer.json."""
+    origin: str
+    """As it was asked for: "byte", "bpe:4096" or a path."""
+    vocab_size: int
+    end_of_text: int
+    end_of_text_token: str | None
+    """How its file spells end-of-text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileEntry:
+    """What a file must look like."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitEntry:
+    """What a split holds."""
+
+    documents: int
+    tokens: int
+    """End-of-text tokens included."""
+    text_bytes: int
+    """Of the documents in UTF-8."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceEntry:
+    """What was read from one source."""
+
+    source: str
+    """As it was given; of the standard library, with its version."""
+    documents: int
+    files: int
+    files_passed_over: int
+    """Of a folder, those of no known kind."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """Everything about a dataset but its tokens."""
+
+    tokenizer: TokenizerEntry
+    dtype: str
+    splits: dict[str, SplitEntry]
+    files: dict[str, FileEntry]
+    """Every file of the dataset but the manifest itself."""
+    sources: list[SourceEntry]
+    valid_sources: list[SourceEntry]
+    """Empty where the sources were split."""
+    split_rule: str
+    """Which documents went into validation."""
+    valid_fraction: float | None
+    seed: int
+    text_field: str
+    empty_documents: int
+    """Skipped."""
+    replaced_documents: int
+    """In which something was not UTF-8 and became U+FFFD."""
+    first_replaced: str | None
+    """The first of them."""
+    made_by: str = f"mosar {__version__}"
+
+    def to_json(self) -> str:
+        values = {"format": FORMAT, "version": VERSION} | asdict(self)
+        return json.dumps(values | {"checksum": _checksum(values)}, indent=1) + "\n"
+
+    @classmethod
+    def read(cls, folder: Path | str) -> Manifest:
+        """The manifest of a dataset; a DataError where there is none, or a damaged one."""
+        folder = Path(folder)
+        path = folder / MANIFEST
+        if not folder.is_dir():
+            raise DataError(
+                f"there is no dataset {folder}; make one: mosar prepare stdlib --out {folder}"
+            )
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise DataError(
+                f"{folder} is no dataset (it has no {MANIFEST}); make one with mosar prepare"
+            ) from None
+        except OSError as error:
+            raise DataError(f"cannot read {path}: {error.strerror}") from None
+        except ValueError:
+            raise DataError(f"{path} is damaged; {_AGAIN}") from None
+        return cls._from_values(values, path)
+
+    @classmethod
+    def _from_values(cls, values: Any, path: Path) -> Manifest:
+        if not isinstance(values, dict) or values.get("format") != FORMAT:
+            raise DataError(f"{path} is not the manifest of a dataset of mosar")
+        version = values.get("version")
+        if isinstance(version, int) and version > VERSION:
+            raise DataError(
+                f"{path} has format version {version}, this mosar reads {VERSION}: upgrade mosar, "
+                "or prepare the dataset again"
+            )
+        found = values.pop("checksum", None)
+        if version != VERSION or found != _checksum(values):
+            raise DataError(f"{path} was altered: its checksum is wrong; {_AGAIN}")
+        del values["format"], values["version"]
+        nested: dict[str, Any] = {
+            "tokenizer": TokenizerEntry(**values["tokenizer"]),
+            "splits": {name: SplitEntry(**entry) for name, entry in values["splits"].items()},
+            "files": {name: FileEntry(**entry) for name, entry in values["files"].items()},
+            "sources": [SourceEntry(**entry) for entry in values["sources"]],
+            "valid_sources": [SourceEntry(**entry) for entry in values["valid_sources"]],
+        }
+        return cls(**values | nested)
+
+    def check_sizes(self, folder: Path | str) -> None:
+        """A DataError that names the first file that is missing or of the wrong size."""
+        for name, entry in self.files.items():
+            path = Path(folder, name)
+            try:
+                size = path.stat().st_size
+            except FileNotFoundError:
+                raise DataError(f"{path} is missing; {_AGAIN}") from None
+            except OSError as error:
+                raise DataError(f"cannot read {path}: {error.strerror}") from None
+            if size != entry.bytes:
+                raise DataError(
+                    f"{path} has {size} bytes and should have {entry.bytes}: it was cut off or "
+                    f"belongs to another dataset; {_AGAIN}"
+                )
+
+    def verify(
+        self,
+        folder: Path | str,
+        names: Iterable[str] | None = None,
+        report: Callable[[int], None] | None = None,
+    ) -> None:
+        """A DataError that names the first file whose content is not what was prepared.
+
+        `names`: these files only; `report` is told the bytes of every block that was read.
+        """
+        self.check_sizes(folder)
+        for name in self.files if names is None else names:
+            path = Path(folder, name)
+            try:
+                digest = file_sha256(path, report)
+            except OSError as error:
+                raise DataError(f"cannot read {path}: {error.strerror}") from None
+            if digest != self.files[name].sha256:
+                raise DataError(
+                    f"{path} was altered or belongs to another dataset: its checksum is wrong; "
+                    f"{_AGAIN}"
+                )
+
+
+def file_sha256(path: Path, report: Callable[[int], None] | None = None) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb", buffering=0) as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+            if report is not None:
+                report(len(block))
+    return digest.hexdigest()
+
+
+def _checksum(values: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,351 @@
+"""`mosar prepare`: sources of text to a dataset, in one pass (two where a BPE is trained first)."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any
+
+from mosar.data.corpora import Source, find_source, read_documents, total_bytes
+from mosar.data.documents import Document, ReadReport, parse_hf
+from mosar.data.errors import DataError
+from mosar.data.manifest import (
+    MANIFEST,
+    SPLITS,
+    TOKENIZER,
+    FileEntry,
+    Manifest,
+    SourceEntry,
+    documents_file,
+    file_sha256,
+    token_dtype,
+    tokens_file,
+)
+from mosar.data.packing import SplitWriter, pack
+from mosar.data.progress import Display
+from mosar.data.staging import staged_folder, write_synced
+from mosar.data.tokenizer import ByteTokenizer, Tokenizer, parse_bpe, read_tokenizer, train_bpe
+
+SAMPLE_CHARACTERS = 1 << 27
+"""A BPE is trained on this much of the training text, from its beginning: memory stays bounded."""
+
+_SEPARATE = "separate validation sources"
+_BY_DOCUMENT = (
+    "blake2b-64 of the document's first 2^18 characters, keyed by the seed, below valid_fraction; "
+    "of the first two documents exactly one, chosen by the seed"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Plan:
+    """What to read, and which of it is for validation."""
+
+    sources: tuple[Source, ...]
+    valid: tuple[Source, ...]
+    valid_fraction: float
+    seed: int
+    text_field: str
+
+    def documents(self, report: ReadReport) -> Iterator[tuple[str, Document]]:
+        """Every document with its split, in the order of the sources."""
+        every = (*self.sources, *self.valid)
+        documents = read_documents(every, report, text_field=self.text_field)
+        for index, document in enumerate(documents):
+            if self.valid:
+                yield SPLITS[document.source >= len(self.sources)], document
+            else:
+                split = split_of(index, document.opening, self.seed, self.valid_fraction)
+                yield split, document
+
+
+def prepare(
+    sources: Sequence[str],
+    out: Path | str,
+    *,
+    tokenizer: str = "byte",
+    valid: Sequence[str] = (),
+    valid_fraction: float = 0.05,
+    seed: int = 0,
+    text_field: str = "text",
+    end_of_text: str | None = None,
+    force: bool = False,
+    progress: bool = False,
+) -> Manifest:
+    """Makes the dataset `out` and returns its manifest; nothing is left of one that fails.
+
+    `tokenizer` is "byte", "bpe:VOCAB" (trained on the training documents) or the path of a
+    tokenizer.json or of a dataset. Without `valid` sources `valid_fraction` of the documents are
+    for validation. `end_of_text` names that token of a tokenizer.json.
+    """
+    bpe = _check_arguments(sources, tokenizer, valid_fraction, seed, end_of_text)
+    plan = _Plan(
+        sources=tuple(find_source(spec) for spec in sources),
+        valid=tuple(find_source(spec) for spec in valid),
+        valid_fraction=float(valid_fraction),
+        seed=int(seed),
+        text_field=text_field,
+    )
+    _check_overlap(plan)
+    encoder: Tokenizer | None = None
+    if bpe is None:
+        encoder = ByteTokenizer() if tokenizer == "byte" else read_tokenizer(tokenizer, end_of_text)
+    with (
+        staged_folder(out, replace=force, replaceable=_is_dataset) as folder,
+        Display(progress).open() as display,
+    ):
+        if bpe is not None:
+            encoder = _train(plan, bpe, display)
+        assert encoder is not None
+        return _build(plan, encoder, tokenizer, folder, display)
+
+
+def check_dataset(folder: Path | str, *, progress: bool = False) -> Manifest:
+    """Reads every byte of a dataset; a DataError names the first file that is not as prepared."""
+    manifest = Manifest.read(folder)
+    done = 0
+
+    def report(size: int) -> None:
+        nonlocal done
+        done += size
+        display.update(done)
+
+    with Display(progress).open() as display:
+        display.begin("checking", sum(entry.bytes for entry in manifest.files.values()))
+        manifest.verify(folder, report=report)
+    return manifest
+
+
+def split_of(index: int, opening: str, seed: int, valid_fraction: float) -> str:
+    """ "train" or "valid" for a document that opens so; equal documents go together.
+
+    The first two are divided by the seed, so that two documents are enough for both splits.
+    """
+    key = str(seed).encode()
+    if index < 2:
+        return SPLITS[index == hashlib.blake2b(key).digest()[0] % 2]
+    digest = hashlib.blake2b(opening.encode(), digest_size=8, salt=b"split", key=key).digest()
+    return SPLITS[int.from_bytes(digest, "big") < valid_fraction * 2**64]
+
+
+def _check_arguments(
+    sources: Sequence[str],
+    tokenizer: str,
+    valid_fraction: float,
+    seed: int,
+    end_of_text: str | None,
+) -> int | None:
+    if isinstance(sources, str) or not sources:
+        raise ValueError(f"sources must be a list with at least one source, got {sources!r}")
+    if not isinstance(valid_fraction, Real) or not 0 < valid_fraction < 1:
+        raise ValueError(f"valid_fraction must lie between 0 and 1, got {valid_fraction!r}")
+    if not isinstance(seed, Integral) or not 0 <= seed < 1 << 63:
+        raise ValueError(f"seed must be an integer >= 0, got {seed!r}")
+    bpe = parse_bpe(tokenizer)
+    if end_of_text is not None and (bpe is not None or tokenizer == "byte"):
+        raise ValueError("end_of_text is for a tokenizer.json; byte and bpe have their own")
+    return bpe
+
+
+def _check_overlap(plan: _Plan) -> None:
+    train = {file.resolve() for source in plan.sources for file in source.files}
+    train_hf = {parse_hf(source.spec) for source in plan.sources if source.kind == "hf"}
+    for source in plan.valid:
+        for file in source.files:
+            if file.resolve() in train:
+                raise DataError(f"{file} is among the training and the validation sources")
+        if source.kind == "hf" and parse_hf(source.spec) in train_hf:
+            raise DataError(f"{source.spec} is among the training and the validation sources")
+
+
+def _is_dataset(folder: Path) -> bool:
+    """Whether a folder is ours to replace: a dataset, be it damaged."""
+    ours = {MANIFEST, TOKENIZER}
+    ours |= {name for split in SPLITS for name in (tokens_file(split), documents_file(split))}
+    names = {path.name for path in folder.iterdir()}
+    return MANIFEST in names and names <= ours
+
+
+def _train(plan: _Plan, vocab_size: int, display: Display) -> Tokenizer:
+    report = ReadReport()
+    display.begin(f"training the tokenizer (bpe:{vocab_size})", total_bytes(plan.sources))
+
+    def texts() -> Iterator[str]:
+        left = SAMPLE_CHARACTERS
+        for split, document in plan.documents(report):
+            if split == "valid":
+                if plan.valid:
+                    return
+                continue
+            for piece in document.pieces:
+                yield piece
+                display.update(report.bytes_read)
+                left -= len(piece)
+                if left <= 0:
+                    return
+
+    return train_bpe(texts(), vocab_size)
+
+
+def _build(
+    plan: _Plan, tokenizer: Tokenizer, origin: str, folder: Path, display: Display
+) -> Manifest:
+    report = ReadReport()
+    writers = {split: SplitWriter(folder, split, tokenizer) for split in SPLITS}
+    display.begin("packing", total_bytes((*plan.sources, *plan.valid)))
+
+    def pieces() -> Iterator[tuple[SplitWriter, str | None]]:
+        for split, document in plan.documents(report):
+            for piece in document.pieces:
+                yield writers[split], piece
+                tokens = sum(writer.tokens for writer in writers.values())
+                display.update(report.bytes_read, f"{tokens:,} tokens")
+            yield writers[split], None
+
+    try:
+        pack(pieces(), tokenizer)
+        _check_found(plan, report)
+        splits = {split: writer.finish() for split, writer in writers.items()}
+    finally:
+        for writer in writers.values():
+            writer.close()
+    content = tokenizer.file_bytes()
+    if content is not None:
+        write_synced(folder / TOKENIZER, content)
+    every = [
+        _source_entry(source, documents)
+        for source, documents in zip((*plan.sources, *plan.valid), report.documents, strict=True)
+    ]
+    manifest = Manifest(
+        tokenizer=tokenizer.describe(origin),
+        dtype=token_dtype(tokenizer.vocab_size),
+        splits=splits,
+        files={
+            path.name: FileEntry(bytes=path.stat().st_size, sha256=file_sha256(path))
+            for path in sorted(folder.iterdir())
+        },
+        sources=every[: len(plan.sources)],
+        valid_sources=every[len(plan.sources) :],
+        split_rule=_SEPARATE if plan.valid else _BY_DOCUMENT,
+        valid_fraction=None if plan.valid else plan.valid_fraction,
+        seed=plan.seed,
+        text_field=plan.text_field,
+        empty_documents=report.empty,
+        replaced_documents=report.replaced,
+        first_replaced=report.first_replaced,
+    )
+    write_synced(folder / MANIFEST, manifest.to_json().encode())
+    return manifest
+
+
+def _check_found(plan: _Plan, report: ReadReport) -> None:
+    """Both splits have a document, or an error says what to do about it."""
+    train = report.documents[: len(plan.sources)]
+    for sources, documents in (
+        (plan.sources, train),
+        (plan.valid, report.documents[len(plan.sources) :]),
+    ):
+        if sources and not sum(documents):
+            names = ", ".join(source.spec for source in sources)
+            raise DataError(
+                f"there is no text in {names} (skipped: {_count(report.empty, 'empty document')})"
+            )
+    if not plan.valid and sum(train) == 1:
+        raise DataError(
+            "there is one document only, and documents are not cut in two: name another one for "
+            "validation with --valid, or give the text as several files"
+        )
+
+
+def _source_entry(source: Source, documents: int) -> SourceEntry:
+    version = f" of Python {platform.python_version()}" if source.kind == "stdlib" else ""
+    return SourceEntry(
+        source=source.spec + version,
+        documents=documents,
+        files=len(source.files),
+        files_passed_over=source.passed_over,
+    )
+
+
+def prepare_command(
+    sources: Sequence[str],
+    out: Path | None,
+    *,
+    check: Path | None = None,
+    **options: Any,
+) -> None:
+    """What `mosar prepare` does: makes a dataset or checks one, and says what it holds.
+
+    `options` are those of `prepare`. Wrong usage is a ValueError that is no DataError.
+    """
+    if check is not None:
+        if sources or out is not None:
+            raise ValueError("--check takes no sources and no --out: it checks a dataset")
+        manifest = check_dataset(check, progress=True)
+        print(f"{show_dataset(manifest, check)}\nevery file is as it was prepared")
+        return
+    if out is None:
+        raise ValueError("--out is missing: the folder to make")
+    manifest = prepare(sources or ("stdlib",), out, progress=True, **options)
+    for note in notes(manifest):
+        print(f"note: {note}", file=sys.stderr)
+    print(show_dataset(manifest, out))
+    folder = shlex.quote(str(out))
+    print(f"next: mosar train --variant mosar --preset quick --data {folder} --out runs/mosar")
+
+
+def show_dataset(manifest: Manifest, folder: Path | str) -> str:
+    """What a dataset holds, in a few lines."""
+    rows = [
+        (
+            split,
+            _count(entry.documents, "document"),
+            _count(entry.tokens, "token"),
+            f"{entry.text_bytes / entry.tokens:.2f} bytes per token",
+        )
+        for split, entry in manifest.splits.items()
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        for row in rows
+    ]
+    tokenizer = manifest.tokenizer
+    lines.append(
+        f"{folder}: tokenizer {tokenizer.origin}, vocabulary {tokenizer.vocab_size:,}, "
+        f"{manifest.dtype}"
+    )
+    return "\n".join(lines)
+
+
+def notes(manifest: Manifest) -> list[str]:
+    """What its maker should know about how a dataset came about."""
+    found = []
+    passed_over = sum(
+        entry.files_passed_over for entry in (*manifest.sources, *manifest.valid_sources)
+    )
+    if passed_over:
+        found.append(f"passed over: {_count(passed_over, 'file')} of other kinds")
+    if manifest.empty_documents:
+        found.append(f"skipped: {_count(manifest.empty_documents, 'empty document')}")
+    if manifest.replaced_documents:
+        found.append(
+            f"not all UTF-8, the rest now U+FFFD: "
+            f"{_count(manifest.replaced_documents, 'document')}, "
+            f"the first is {manifest.first_replaced}"
+        )
+    asked = parse_bpe(manifest.tokenizer.origin)
+    if asked is not None and manifest.tokenizer.vocab_size < asked:
+        found.append(
+            f"the text is too short for {asked:,} tokens; it gave {manifest.tokenizer.vocab_size:,}"
+        )
+    return found
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

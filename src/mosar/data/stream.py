@@ -1,0 +1,160 @@
+"""The packed token stream: one long row of documents, read in windows through a memory map.
+
+Window i of length L holds the tokens [i·L, (i+1)·L], one more than L: the inputs and, shifted by
+one, their targets. The windows tile the stream; a rest at its end, shorter than a window, is not
+read. Which windows make a batch is a pure function of step and seed: a run resumes without state.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from numbers import Integral
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from mosar.data.errors import DataError
+from mosar.data.manifest import SPLITS, Manifest, documents_file, tokens_file
+
+VERIFY_LIMIT = 2 << 30
+"""Bytes of tokens up to which `verify=None` reads them all: a second or two."""
+
+_ROUNDS = 6
+
+Indices = Sequence[int] | NDArray[np.integer] | torch.Tensor
+
+
+class TokenStream:
+    """One split of a dataset; a file that is missing or of the wrong size is a DataError."""
+
+    def __init__(
+        self, folder: Path | str, split: str = "train", *, verify: bool | None = False
+    ) -> None:
+        """`verify`: compare the checksums too. None: unless the split is larger than 2 GiB."""
+        if split not in SPLITS:
+            raise ValueError(f"split must be one of {SPLITS}, got {split!r}")
+        self.folder, self.split = Path(folder), split
+        self.manifest = Manifest.read(folder)
+        names = [tokens_file(split), documents_file(split)]
+        self.manifest.check_sizes(folder)
+        if verify or (verify is None and self.manifest.files[names[0]].bytes <= VERIFY_LIMIT):
+            others = (name for name in self.manifest.files if not name.startswith(SPLITS))
+            self.manifest.verify(folder, (*names, *others))
+        entry = self.manifest.splits[split]
+        self.num_tokens = entry.tokens
+        self.num_documents = entry.documents
+        self.vocab_size = self.manifest.tokenizer.vocab_size
+        self.end_of_text = self.manifest.tokenizer.end_of_text
+        dtype = np.dtype(self.manifest.dtype).newbyteorder("<")
+        # As a plain array, whose slices cost less than a memmap's.
+        self._tokens = np.asarray(np.memmap(self.folder / names[0], dtype=dtype, mode="r"))
+        self._starts = _load_starts(self.folder / names[1], entry.documents)
+
+    @property
+    def checksum(self) -> str:
+        """The sha256 of the tokens: two streams are the same if this is."""
+        return self.manifest.files[tokens_file(self.split)].sha256
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes of text a token stands for on average: nats a token to bits a byte."""
+        return self.manifest.splits[self.split].text_bytes / self.num_tokens
+
+    def num_windows(self, length: int) -> int:
+        """How many windows of `length` inputs there are."""
+        if not isinstance(length, Integral) or length < 1:
+            raise ValueError(f"length must be an integer >= 1, got {length!r}")
+        return max(self.num_tokens - 1, 0) // int(length)
+
+    def windows(self, indices: Indices, length: int) -> torch.Tensor:
+        """Tokens [B, length + 1], int64: inputs are [:, :-1], targets [:, 1:]."""
+        tokens_BT = np.empty((len(indices), length + 1), dtype=np.int64)
+        for row, start in zip(tokens_BT, self._window_starts(indices, length), strict=True):
+            row[:] = self._tokens[start : start + length + 1]
+        return torch.from_numpy(tokens_BT)
+
+    def segments(self, indices: Indices, length: int) -> torch.Tensor:
+        """The document of every input [B, length], int64, counted over the split.
+
+        An end-of-text token counts to the document after it: it is what a document begins from, so
+        that every token is predicted from its own document alone.
+        """
+        starts_B = self._window_starts(indices, length)
+        positions_BT = starts_B[:, None] + np.arange(1, length + 1)
+        document_BT = np.searchsorted(self._starts, positions_BT, side="right") - 1
+        return torch.from_numpy(document_BT.astype(np.int64, copy=False))
+
+    def _window_starts(self, indices: Indices, length: int) -> NDArray[np.int64]:
+        number = self.num_windows(length)
+        chosen = np.asarray(indices, dtype=np.int64)
+        if chosen.ndim != 1:
+            raise ValueError(f"indices must have one dimension, got {chosen.ndim}")
+        if chosen.size and (chosen.min() < 0 or chosen.max() >= number):
+            raise ValueError(
+                f"indices must lie in [0, {number}), the windows of length {length}, "
+                f"got {chosen.min()} to {chosen.max()}"
+            )
+        return chosen * int(length)
+
+
+def window_order(num_windows: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """The order in which an epoch reads its windows: each once."""
+    return _permute(np.arange(num_windows, dtype=np.int64), num_windows, seed, epoch)
+
+
+def batch_indices(step: int, batch_size: int, num_windows: int, seed: int) -> NDArray[np.int64]:
+    """The windows of batch `step` (from 0): slice [step·B, (step+1)·B) of all epochs in a row."""
+    if num_windows < 1:
+        raise ValueError("num_windows must be >= 1: the data is shorter than one window")
+    if step < 0 or batch_size < 1:
+        raise ValueError(
+            f"step must be >= 0 and batch_size >= 1, got step={step}, batch_size={batch_size}"
+        )
+    first = step * batch_size
+    epochs, places = np.divmod(np.arange(first, first + batch_size, dtype=np.int64), num_windows)
+    indices = np.empty_like(places)
+    for epoch in np.unique(epochs):
+        chosen = epochs == epoch
+        indices[chosen] = _permute(places[chosen], num_windows, seed, int(epoch))
+    return indices
+
+
+def _permute(places: NDArray[np.int64], size: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """A keyed permutation of [0, size), place by place: no table of the epoch is ever made.
+
+    A Feistel network permutes the next power of four; places outside [0, size) walk on until they
+    are inside. Not numpy's shuffle, whose order may change with its version.
+    """
+    half = np.uint64(max((max(size - 1, 1).bit_length() + 1) // 2, 1))
+    mask = np.uint64((1 << int(half)) - 1)
+    digest = hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=8 * _ROUNDS).digest()
+    keys = np.frombuffer(digest, dtype="<u8")
+    values = places.astype(np.uint64)
+    walking = np.ones(values.shape, dtype=bool)
+    while walking.any():
+        left, right = values[walking] >> half, values[walking] & mask
+        for key in keys:
+            left, right = right, left ^ (_mix(right ^ key) & mask)
+        values[walking] = left << half | right
+        walking = values >= np.uint64(size)
+    return values.astype(np.int64)
+
+
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The finaliser of splitmix64."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _load_starts(path: Path, documents: int) -> NDArray[np.int64]:
+    try:
+        starts = np.load(path, mmap_mode="r")
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} is damaged: {error}; prepare the dataset again") from None
+    if starts.shape != (documents,) or starts.dtype != np.dtype("<i8"):
+        raise DataError(f"{path} belongs to another dataset; prepare the dataset again")
+    return starts
