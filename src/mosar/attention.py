@@ -190,22 +190,34 @@ def _check_routing_probabilities(
             )
         if pi.device != q.device:
             raise ValueError(f"{name} must be on the device of q, {q.device}, got {pi.device}")
-        if can_check_values(pi):
-            values = pi.detach()
-            smallest, largest = torch.aminmax(values.sum(dim=-1))
-            off = max(1 - float(smallest), float(largest) - 1)
-            lowest = float(values.min())
-            # Written so that NaN fails too.
-            if not (lowest >= -_SIMPLEX_TOLERANCE and off <= _SIMPLEX_TOLERANCE):
-                raise ValueError(
-                    f"{name} must hold probabilities: rows >= 0 that sum to 1; got a smallest "
-                    f"entry of {lowest:.4g} and a sum off by {off:.4g}; softmax?"
-                )
     if pi_q.shape[:-2] != pi_k.shape[:-2]:
         raise ValueError(
             "pi_q and pi_k must have the same routing groups, "
             f"got {list(pi_q.shape)} and {list(pi_k.shape)}"
         )
+    if can_check_values(pi_q):
+        # Both at once where they stack: on a short context every operator counts.
+        stacks = pi_q.shape == pi_k.shape and pi_q.dtype == pi_k.dtype
+        if stacks and _simplex_fault(torch.stack((pi_q.detach(), pi_k.detach()))) is None:
+            return
+        for name, pi in (("pi_q", pi_q), ("pi_k", pi_k)):
+            fault = _simplex_fault(pi.detach())
+            if fault is not None:
+                raise ValueError(
+                    f"{name} must hold probabilities: rows >= 0 that sum to 1; got {fault}; "
+                    "pass softmax(logits), or top1_routing(logits)"
+                )
+
+
+def _simplex_fault(values: Tensor) -> str | None:
+    """What keeps rows of numbers from being probabilities, if anything does."""
+    smallest, largest = torch.aminmax(values.sum(dim=-1))
+    off = max(1 - float(smallest), float(largest) - 1)
+    lowest = float(values.min())
+    # Written so that NaN is a fault too.
+    if lowest >= -_SIMPLEX_TOLERANCE and off <= _SIMPLEX_TOLERANCE:
+        return None
+    return f"a smallest entry of {lowest:.4g} and a sum off by {off:.4g}"
 
 
 def _check_distance_bias(
