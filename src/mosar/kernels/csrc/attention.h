@@ -128,9 +128,8 @@ struct SortedKeys {
   std::vector<char> in_order;     // [plan_rows]: the plan keeps the order, and no padding is needed
   std::vector<int32_t> position;  // [plan_rows][keys], by sorted key
   std::unique_ptr<Buffer> storage;
-  int64_t stride, size;
-  const float* k(int64_t head) const { return storage->get() + head * 2 * size; }
-  const float* v(int64_t head) const { return k(head) + size; }
+  int64_t stride;
+  std::vector<const float*> k, v;  // [batch][kv_heads]
 };
 
 struct Unit {
@@ -218,11 +217,28 @@ inline void Attention::sort_keys() {
       if (order[j] != j) keys_.in_order[r] = 0;
     }
   }
+  const int64_t heads = p_.batch * p_.kv_heads, chunk = 512, chunks = (keys + chunk - 1) / chunk;
+  keys_.k.resize(heads);
+  keys_.v.resize(heads);
+  // A short context that is in order already is read where it stands.
+  bool in_place = keys <= chunk && p_.k.token == p_.v.token;
+  for (char in_order : keys_.in_order) in_place = in_place && in_order;
+  if (in_place) {
+    keys_.stride = p_.k.token;
+    for (int64_t head = 0; head < heads; ++head) {
+      keys_.k[head] = p_.k.row(head / p_.kv_heads, head % p_.kv_heads, 0);
+      keys_.v[head] = p_.v.row(head / p_.kv_heads, head % p_.kv_heads, 0);
+    }
+    return;
+  }
   constexpr int64_t line = 16;
   keys_.stride = ((dim_ + line - 1) / line | 1) * line;
-  keys_.size = keys * keys_.stride;
-  const int64_t heads = p_.batch * p_.kv_heads, chunk = 512, chunks = (keys + chunk - 1) / chunk;
-  keys_.storage = std::make_unique<Buffer>(heads * 2 * keys_.size);
+  const int64_t size = keys * keys_.stride;
+  keys_.storage = std::make_unique<Buffer>(heads * 2 * size);
+  for (int64_t head = 0; head < heads; ++head) {
+    keys_.k[head] = keys_.storage->get() + head * 2 * size;
+    keys_.v[head] = keys_.k[head] + size;
+  }
   parallel_.run(heads * chunks, [&](int64_t i) {
     const int64_t head = i / chunks, b = head / p_.kv_heads, h = head % p_.kv_heads;
     const int64_t r = plan_row(b, group_of(h));
@@ -230,7 +246,7 @@ inline void Attention::sort_keys() {
     const int64_t count = p_.key_offsets[r * (p_.classes + 1) + p_.classes];
     const int64_t begin = i % chunks * chunk, end = std::min(count, begin + chunk);
     for (const auto& [from, base] :
-         {std::pair{&p_.k, keys_.k(head)}, std::pair{&p_.v, keys_.v(head)}}) {
+         {std::pair{&p_.k, keys_.k[head]}, std::pair{&p_.v, keys_.v[head]}}) {
       for (int64_t j = begin; j < end; ++j) {
         float* to = const_cast<float*>(base) + j * keys_.stride;
         std::memcpy(to, from->row(b, h, order[j]), p_.dim * sizeof(float));
@@ -636,7 +652,7 @@ class Attention::Worker {
     const SortedKeys& sorted = a_.keys_;
     const int64_t head = unit_->b * p_.kv_heads + group.kv_head, count = end - begin;
     const int64_t stride = sorted.stride;
-    const float *k = sorted.k(head) + begin * stride, *v = sorted.v(head) + begin * stride;
+    const float *k = sorted.k[head] + begin * stride, *v = sorted.v[head] + begin * stride;
     score(k, stride, count, group.q, p_.dim, score_);
     finish_scores(group, c, begin, end, block, nullptr);
     vf top[2], old[2], sum[2];
@@ -717,7 +733,7 @@ class Attention::Worker {
     const SortedKeys& sorted = a_.keys_;
     const int64_t head = unit_->b * p_.kv_heads + group.kv_head, count = end - begin;
     const int64_t stride = sorted.stride;
-    const float *k = sorted.k(head) + begin * stride, *v = sorted.v(head) + begin * stride;
+    const float *k = sorted.k[head] + begin * stride, *v = sorted.v[head] + begin * stride;
     score(k, stride, count, group.q, p_.dim, score_);
     score(v, stride, count, group.d_o, p_.dim, dprob_);
     finish_scores(group, c, begin, end, block, slope_);
