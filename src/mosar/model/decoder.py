@@ -1,0 +1,208 @@
+"""A decoder-only language model in the style of Gemma 2; all but the geometry is the same for all.
+
+    x = sqrt(hidden) E[tokens]
+    x = x + norm(attention(norm(x)));   x = x + norm(W_d(gelu(W_g norm(x)) * W_u norm(x)))
+    logits = cap(norm(x) E^T),          cap(s) = c tanh(s / c)
+
+Every norm is RMSNorm with weight 1 + w in float32. Names and arithmetic follow transformers'
+Gemma2ForCausalLM closely enough that its weights give the same logits (the test says how close).
+
+Shapes: B batch, T tokens, H query heads, K key/value heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from mosar.attention import ROUTINGS, Routing
+from mosar.core.layout import can_check_values
+from mosar.geometries import GEOMETRIES, AttentionConfig, HeadShape, LayerRouting
+from mosar.model.config import ModelConfig
+from mosar.model.norm import RMSNorm
+
+
+class DecoderOutput(NamedTuple):
+    """What a forward pass gives."""
+
+    hidden: Tensor
+    """[B, T, hidden] after the final norm; `Decoder.logits` reads it."""
+    routings: list[LayerRouting]
+    """One per layer; empty where the geometry has no routers."""
+
+
+class Decoder(nn.Module):
+    """Tokens to hidden states, and hidden states to logits.
+
+    The weights are as torch makes them until `init_weights` or a checkpoint sets them; a large
+    model is best built under `torch.device("meta")` and given storage by `to_empty`.
+    """
+
+    def __init__(self, model: ModelConfig, attention: AttentionConfig):
+        super().__init__()
+        self.model_config, self.attention_config = model, attention
+        self.embedding = nn.Embedding(model.vocab_size, model.hidden_size)
+        self.layers = nn.ModuleList(Layer(model, attention) for _ in range(model.num_layers))
+        self.norm = RMSNorm(model.hidden_size, model.norm_eps)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        segment_ids: Tensor | None = None,
+        routing: Routing = "soft",
+        checkpoint_activations: bool = False,
+    ) -> DecoderOutput:
+        """tokens [B, T] of any length.
+
+        segment_ids [B, T], runs of equal ids: tokens of different segments do not see each other,
+        and positions restart with each. routing: see `mosar_attention`; it is of no concern to
+        geometries without regimes. checkpoint_activations: keep only the layers' inputs and compute
+        the rest again in the backward pass.
+        """
+        if tokens.dim() != 2 or tokens.dtype not in (torch.int64, torch.int32):
+            raise ValueError(
+                f"tokens must be integers [B, T], got {list(tokens.shape)} of {tokens.dtype}"
+            )
+        if segment_ids is not None:
+            _check_segments(segment_ids, tokens)
+        if routing not in ROUTINGS:
+            raise ValueError(f"routing must be one of {ROUTINGS}, got {routing!r}")
+        x = self.embedding(tokens) * self.model_config.hidden_size**0.5
+        routings = []
+        for layer in self.layers:
+            if checkpoint_activations and torch.is_grad_enabled():
+                x, layer_routing = checkpoint(
+                    layer, x, segment_ids, routing, use_reentrant=False, preserve_rng_state=False
+                )
+            else:
+                x, layer_routing = layer(x, segment_ids, routing)
+            if layer_routing is not None:
+                routings.append(layer_routing)
+        return DecoderOutput(self.norm(x), routings)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [..., hidden_size] -> [..., vocab], by the embedding's own rows, soft-capped."""
+        cap = self.model_config.final_softcap
+        if cap is None:
+            return F.linear(hidden, self.embedding.weight)
+        # Dividing the few hidden numbers, not the many logits.
+        return cap * torch.tanh(F.linear(hidden / cap, self.embedding.weight))
+
+    @torch.no_grad()
+    def init_weights(self, seed: int) -> None:
+        """Normal weights and zero norms, each parameter from a generator of its own.
+
+        A parameter's numbers depend on the seed and on its name alone, so what two variants share
+        is equal to the bit.
+        """
+        for name, parameter in self.named_parameters():
+            if parameter.is_meta:
+                raise ValueError(f"{name} has no storage yet: call to_empty(device=...) first")
+            digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+            generator = torch.Generator(parameter.device)
+            generator.manual_seed(int.from_bytes(digest, "little") >> 1)
+            layer, found, own_name = name.partition(".geometry.")
+            if found:
+                geometry = self.get_submodule(f"{layer}.geometry")
+                geometry.init_parameter(own_name, parameter, generator)  # pyright: ignore[reportCallIssue]
+            elif parameter.dim() == 1:
+                parameter.zero_()
+            else:
+                parameter.normal_(std=self.model_config.init_std, generator=generator)
+
+
+class Layer(nn.Module):
+    """Attention and feed-forward, each between two norms, each added to the stream."""
+
+    def __init__(self, model: ModelConfig, attention: AttentionConfig):
+        super().__init__()
+        size, eps = model.hidden_size, model.norm_eps
+        self.pre_attention_norm = RMSNorm(size, eps)
+        self.attention = Attention(model, attention)
+        self.post_attention_norm = RMSNorm(size, eps)
+        self.pre_ffn_norm = RMSNorm(size, eps)
+        self.ffn = FeedForward(size, model.ffn_size)
+        self.post_ffn_norm = RMSNorm(size, eps)
+
+    def forward(
+        self, x: Tensor, segment_ids: Tensor | None, routing: Routing
+    ) -> tuple[Tensor, LayerRouting | None]:
+        attended, layer_routing = self.attention(self.pre_attention_norm(x), segment_ids, routing)
+        x = x + self.post_attention_norm(attended)
+        x = x + self.post_ffn_norm(self.ffn(self.pre_ffn_norm(x)))
+        return x, layer_routing
+
+
+class Attention(nn.Module):
+    """Projections around a geometry."""
+
+    def __init__(self, model: ModelConfig, attention: AttentionConfig):
+        super().__init__()
+        self.head_dim = model.head_dim
+        self.scale = model.query_pre_attn_scalar**-0.5
+        self.softcap = model.attn_softcap
+        query_size, key_size = (
+            count * model.head_dim for count in (model.num_heads, model.num_kv_heads)
+        )
+        self.q_proj = nn.Linear(model.hidden_size, query_size, bias=False)
+        self.k_proj = nn.Linear(model.hidden_size, key_size, bias=False)
+        self.v_proj = nn.Linear(model.hidden_size, key_size, bias=False)
+        self.o_proj = nn.Linear(query_size, model.hidden_size, bias=False)
+        shape = HeadShape(model.num_heads, model.num_kv_heads, model.head_dim, model.max_length)
+        self.geometry = GEOMETRIES[attention.geometry](attention, shape)
+
+    def forward(
+        self, x: Tensor, segment_ids: Tensor | None, routing: Routing
+    ) -> tuple[Tensor, LayerRouting | None]:
+        q, k, v = (
+            project(x).unflatten(-1, (-1, self.head_dim))
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        out, layer_routing = self.geometry(
+            q,
+            k,
+            v,
+            scale=self.scale,
+            softcap=self.softcap,
+            routing=routing,
+            segment_ids=segment_ids,
+        )
+        return self.o_proj(out.flatten(-2)), layer_routing
+
+
+class FeedForward(nn.Module):
+    """GeGLU: a gated feed-forward with the tanh form of GELU."""
+
+    def __init__(self, hidden_size: int, ffn_size: int):
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, ffn_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, ffn_size, bias=False)
+        self.down_proj = nn.Linear(ffn_size, hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = F.gelu(self.gate_proj(x), approximate="tanh")
+        return self.down_proj(gate * self.up_proj(x))
+
+
+def _check_segments(segment_ids: Tensor, tokens: Tensor) -> None:
+    if segment_ids.shape != tokens.shape:
+        raise ValueError(
+            f"segment_ids must have the shape of tokens, {list(tokens.shape)}, "
+            f"got {list(segment_ids.shape)}"
+        )
+    if can_check_values(segment_ids):
+        runs, segments = (
+            (ids[:, 1:] != ids[:, :-1]).sum(dim=1)
+            for ids in (segment_ids, segment_ids.sort(dim=1).values)
+        )
+        if not torch.equal(runs, segments):
+            row = int((runs != segments).nonzero()[0])
+            raise ValueError(
+                f"each id in segment_ids must be one run, but in row {row} one comes back"
+            )
