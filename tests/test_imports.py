@@ -32,6 +32,7 @@ MAY_IMPORT = {
         *("torch", "numpy", "rich", "tokenizers", "datasets", "pyarrow"),
         *("mosar.data", "mosar.version"),
     },
+    "model": {"torch", "mosar.attention", "mosar.core", "mosar.geometries", "mosar.model"},
     "bench": {
         *("torch", "numpy", "rich", "mosar.attention", "mosar.bench", "mosar.core"),
         *("mosar.kernels", "mosar.records"),

@@ -279,3 +279,20 @@ def test_reaches_follow_the_training_length():
     decoder = small_decoder("mosar", max_length=64)
     geometry = decoder.layers[1].attention.geometry
     assert geometry.config == MoSARConfig.scaled(64)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", VARIANTS)
+def test_torch_compile(name):
+    torch.compiler.reset()
+    decoder = make_lively(small_decoder(name))
+    tokens = some_tokens()
+    expected = torch.autograd.grad(loss_of(decoder, tokens), list(decoder.parameters()))
+    compiled = torch.compile(decoder)
+    hidden = compiled(tokens[:, :-1]).hidden
+    loss = F.cross_entropy(decoder.logits(hidden).flatten(0, 1), tokens[:, 1:].flatten())
+    gradients = torch.autograd.grad(loss, list(decoder.parameters()))
+    for (parameter_name, _), a, b in zip(
+        decoder.named_parameters(), gradients, expected, strict=True
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5, msg=parameter_name)
