@@ -38,6 +38,7 @@ COMMANDS = [
     ("bench",),
     ("bench", "attention"),
     ("prepare",),
+    ("train",),
 ]
 
 

@@ -33,6 +33,10 @@ MAY_IMPORT = {
         *("mosar.data", "mosar.version"),
     },
     "model": {"torch", "mosar.attention", "mosar.core", "mosar.geometries", "mosar.model"},
+    "training": {
+        *("torch", "numpy", "rich", "safetensors", "mosar.core", "mosar.data"),
+        *("mosar.geometries", "mosar.model", "mosar.records", "mosar.training"),
+    },
     "bench": {
         *("torch", "numpy", "rich", "mosar.attention", "mosar.bench", "mosar.core"),
         *("mosar.kernels", "mosar.records"),

@@ -151,6 +151,81 @@ def prepare(
             raise CommandFailed("stopped; nothing was left behind") from None
 
 
+@app.command("train")
+def train(
+    out: Annotated[
+        Path, typer.Option(help="The run folder; one that holds a run is gone on with.")
+    ],
+    variant: Annotated[
+        str | None,
+        typer.Option(
+            help="rope, alibi, p-rope, fixed-s, fixed-m, rope-m-mask, mosar (the default) or "
+            "mosar-cost.",
+            show_default=False,
+        ),
+    ] = None,
+    preset: Annotated[
+        str | None,
+        typer.Option(
+            help="smoke (seconds), quick (the default, minutes), small or paper.",
+            show_default=False,
+        ),
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="A dataset of mosar prepare; by default data/stdlib.", show_default=False
+        ),
+    ] = None,
+    changes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="A change like train.steps=60; may be given again. Keys: docs/training.md.",
+            show_default=False,
+        ),
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Threads of torch; by default as torch chooses.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option(help="With --no-resume, a folder that holds a run is refused.")
+    ] = True,
+    progress: Annotated[bool, typer.Option(help="Show progress on stderr.")] = True,
+) -> None:
+    """Train a variant, or go on with the run in --out, bit for bit as if it had never stopped.
+
+    Ctrl-C saves first. With neither --variant nor --preset, a run that is there goes on as it was
+    configured.
+
+    Example: mosar train --variant mosar --preset quick --data data/stdlib --out runs/mosar
+
+    Example: mosar train --out runs/mosar
+
+    Example: mosar train --variant rope --preset smoke --out runs/try --set train.steps=60
+    """
+    with _one_line_errors():
+        import torch
+
+        from mosar.data.errors import DataError
+        from mosar.training.command import choose_config, run_train_command
+        from mosar.training.errors import TrainingError, TrainingInterrupted
+
+        if threads is not None:
+            torch.set_num_threads(threads)
+        try:
+            config = choose_config(out, variant, preset, data, changes or [])
+            run_train_command(config, out, progress=progress, resume=resume)
+        except TrainingInterrupted as error:
+            typer.echo(f"mosar: {error}", err=True)
+            raise typer.Exit(error.exit_code) from None
+        except (DataError, TrainingError) as error:
+            raise CommandFailed(str(error)) from None
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+
+
 @figure_app.command("decay-kernels")
 def decay_kernels(
     out: Annotated[Path, typer.Option(help="File to write: .png, .svg or .pdf.")],

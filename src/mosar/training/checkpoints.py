@@ -1,0 +1,255 @@
+"""Checkpoints that are whole or do not exist: safetensors and JSON, checksums, an atomic rename.
+
+    checkpoints/step-00000100/model.safetensors       parameters by name
+    checkpoints/step-00000100/optimizer.safetensors   AdamW's state, "exp_avg.<parameter>" and so on
+    checkpoints/step-00000100/state.json              written last: step, RNG state, checksums
+
+Everything is written into a folder beside, flushed to the disk, and renamed. A folder of that name
+is therefore complete, unless the disk or somebody damaged it later: that is what checksums are for.
+Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+SCHEMA_VERSION = 1
+MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+_NAME = re.compile(r"step-(\d{8,})")
+_UNFINISHED = ".unfinished-"
+
+
+class DamagedCheckpoint(Exception):
+    """A checkpoint that is not what was written; the message says what is wrong with it."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint whose files have been found to be whole."""
+
+    path: Path
+    step: int
+    state: dict[str, Any]
+
+    def model(self) -> dict[str, Tensor]:
+        return load_file(self.path / MODEL)
+
+    def optimizer(self) -> dict[str, Tensor]:
+        return load_file(self.path / OPTIMIZER)
+
+
+def checkpoint_path(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:08d}"
+
+
+def list_steps(folder: Path) -> list[int]:
+    """The steps of the checkpoints that are there, whole or not, in order."""
+    if not folder.is_dir():
+        return []
+    found = (_NAME.fullmatch(path.name) for path in folder.iterdir())
+    return sorted(int(match[1]) for match in found if match)
+
+
+def write_checkpoint(
+    folder: Path,
+    step: int,
+    model: Mapping[str, Tensor],
+    optimizer: Mapping[str, Tensor],
+    state: Mapping[str, Any],
+) -> Path:
+    """Writes one; an OSError leaves what was there before, and nothing half-written."""
+    folder.mkdir(parents=True, exist_ok=True)
+    final = checkpoint_path(folder, step)
+    beside = folder / f"{_UNFINISHED}{final.name}"
+    shutil.rmtree(beside, ignore_errors=True)
+    try:
+        beside.mkdir()
+        checksums = {}
+        for name, tensors in ((MODEL, model), (OPTIMIZER, optimizer)):
+            _write_tensors(beside / name, tensors)
+            checksums[name] = _sha256(beside / name)
+        content = {"schema": SCHEMA_VERSION, "step": step, "checksums": checksums, **state}
+        sealed = content | {"checksum": _seal(content)}
+        write_synced(beside / STATE, json.dumps(sealed, indent=1).encode() + b"\n")
+        sync(beside)
+        set_aside(final)
+        os.rename(beside, final)
+        sync(folder)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+    return final
+
+
+def read_checkpoint(folder: Path, step: int) -> Checkpoint:
+    """The checkpoint of a step, all of it checked; DamagedCheckpoint says what is wrong."""
+    path = checkpoint_path(folder, step)
+    try:
+        state = json.loads((path / STATE).read_bytes())
+        content = {key: value for key, value in state.items() if key != "checksum"}
+        if state["checksum"] != _seal(content):
+            raise DamagedCheckpoint(f"{STATE} was altered")
+        if state["schema"] != SCHEMA_VERSION:
+            raise DamagedCheckpoint(f"its schema is {state['schema']!r}, not {SCHEMA_VERSION}")
+        if state["step"] != step:
+            raise DamagedCheckpoint(f"it is the checkpoint of step {state['step']}")
+        for name in (MODEL, OPTIMIZER):
+            if _sha256(path / name) != state["checksums"][name]:
+                raise DamagedCheckpoint(f"{name} was truncated or altered")
+    except FileNotFoundError as error:
+        missing = Path(error.filename or path).name
+        raise DamagedCheckpoint(f"{missing} is missing") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise DamagedCheckpoint(f"{STATE} is not what was written") from None
+    return Checkpoint(path, step, state)
+
+
+def newest_checkpoint(folder: Path, report: Callable[[str], None]) -> Checkpoint | None:
+    """The newest whole checkpoint; damaged ones before it are reported and set aside.
+
+    None where there is no checkpoint at all; DamagedCheckpoint where none of those there is whole.
+    """
+    steps = list_steps(folder)
+    problems = []
+    for step in reversed(steps):
+        try:
+            checkpoint = read_checkpoint(folder, step)
+        except DamagedCheckpoint as error:
+            problems.append((step, str(error)))
+            continue
+        for bad, problem in problems:
+            aside = set_aside(checkpoint_path(folder, bad))
+            report(f"checkpoint {bad} is damaged ({problem}); set aside as {aside}, using {step}")
+        return checkpoint
+    if problems:
+        listed = "; ".join(f"step {step}: {problem}" for step, problem in problems)
+        raise DamagedCheckpoint(f"no checkpoint in {folder} is whole ({listed})")
+    return None
+
+
+def set_aside(path: Path) -> Path | None:
+    """Renames a checkpoint so that it is none any more; None where there was nothing."""
+    if not path.exists():
+        return None
+    number = 1
+    while (aside := path.with_name(f"damaged-{path.name}-{number}")).exists():
+        number += 1
+    os.rename(path, aside)
+    return aside
+
+
+def prune_checkpoints(folder: Path, keep_last: int, keep_every: int) -> None:
+    """Removes all but the newest `keep_last` and those at multiples of `keep_every`."""
+    for step in list_steps(folder)[:-keep_last]:
+        if not keep_every or step % keep_every:
+            # First out of sight: a removal that is interrupted must not look like damage.
+            doomed = folder / f"{_UNFINISHED}removal-{step}"
+            os.rename(checkpoint_path(folder, step), doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Removes what a killed process left; only for who holds the run's lock."""
+    for path in folder.glob(f"{_UNFINISHED}*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    """Writes a file that has reached the disk when this returns."""
+    try:
+        with open(path, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise _naming(error, path) from None
+
+
+def replace_synced(path: Path, data: bytes) -> None:
+    """Replaces a file at once: the old one or the new one, never a part."""
+    beside = path.with_name(f".{path.name}.unfinished")
+    try:
+        write_synced(beside, data)
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Flushes a file or the entries of a folder to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        raise _naming(error, path) from None
+    finally:
+        os.close(descriptor)
+
+
+def _naming(error: OSError, path: Path) -> OSError:
+    """The same error with the file it is about."""
+    return OSError(error.errno, error.strerror or str(error), str(path))
+
+
+def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    try:
+        save_file(plain, path)
+    except SafetensorError as error:
+        # The library says "... (os error 28)" where Python would raise OSError.
+        number = re.search(r"os error (\d+)", str(error))
+        if number is None:
+            raise
+        code = int(number[1])
+        raise OSError(code, os.strerror(code), str(path)) from None
+    sync(path)
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _seal(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def is_disk_full(error: OSError) -> bool:
+    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def optimizer_tensors(
+    optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]
+) -> dict[str, Tensor]:
+    """The state of an optimizer by the names of its parameters: "<entry>.<parameter>"."""
+    return {
+        f"{entry}.{names[parameter]}": value
+        for parameter, entries in optimizer.state.items()
+        for entry, value in entries.items()
+    }
+
+
+def restore_optimizer(
+    optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], saved: Mapping[str, Tensor]
+) -> None:
+    """Puts back what `optimizer_tensors` gave."""
+    by_name = {name: parameter for parameter, name in names.items()}
+    for key, value in saved.items():
+        entry, _, name = key.partition(".")
+        # A tensor of its own: what was loaded may be a view into a file.
+        fresh = torch.empty_like(value, device=by_name[name].device if value.dim() else "cpu")
+        optimizer.state[by_name[name]][entry] = fresh.copy_(value)

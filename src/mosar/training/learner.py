@@ -1,0 +1,163 @@
+"""One update of the parameters, and one evaluation of them.
+
+A line of the metrics describes the step itself: nothing is averaged over steps, so that lines do
+not depend on where a run was interrupted.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mosar.model.decoder import Decoder
+from mosar.training.batches import Batches
+from mosar.training.config import RunConfig
+from mosar.training.errors import NonFiniteError
+from mosar.training.objective import Objective, Terms
+from mosar.training.precision import autocast
+from mosar.training.schedule import learning_rate
+from mosar.training.stopping import StopRequest
+
+
+@dataclass
+class Learner:
+    """What a step changes, and what it is made with."""
+
+    config: RunConfig
+    decoder: Decoder
+    optimizer: torch.optim.Optimizer
+    objective: Objective
+    batches: Batches
+    names: dict[Tensor, str]
+    """The name of each parameter."""
+
+    @classmethod
+    def build(cls, config: RunConfig, batches: Batches, *, initialise: bool = True) -> Learner:
+        decoder = Decoder(config.model, config.attention)
+        if initialise:
+            decoder.init_weights(config.train.seed)
+        decoder.to(config.train.device)
+        names: dict[Tensor, str] = {
+            parameter: name for name, parameter in decoder.named_parameters()
+        }
+        optimizer = build_optimizer(names, config)
+        return cls(config, decoder, optimizer, Objective(config), batches, names)
+
+
+def build_optimizer(names: dict[Tensor, str], config: RunConfig) -> torch.optim.AdamW:
+    """AdamW; gains and biases do not decay."""
+    train = config.train
+    # The biases of routers have two dimensions, one for the groups: the name decides too.
+    matrices = [
+        p for p, name in names.items() if p.dim() > 1 and "bias" not in name.rpartition(".")[2]
+    ]
+    chosen = set(matrices)
+    others = [parameter for parameter in names if parameter not in chosen]
+    groups = [
+        {"params": matrices, "weight_decay": train.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    fused = torch.device(train.device).type in ("cpu", "cuda")
+    return torch.optim.AdamW(groups, lr=train.learning_rate, betas=train.betas, fused=fused)
+
+
+def update(learner: Learner, step: int, stop: StopRequest | None = None) -> dict[str, Any] | None:
+    """Update number `step`; its line of the metrics, or None where `stop` came before its end."""
+    config, optimizer = learner.config, learner.optimizer
+    rate = learning_rate(step, config.train)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    optimizer.zero_grad(set_to_none=True)
+    mean = Mean()
+    for tokens, segments in learner.batches.of_step(step):
+        if stop:
+            return None
+        with autocast(config.train):
+            terms = learner.objective(learner.decoder, tokens, segments, step=step)
+        (terms.loss / config.train.accumulation).backward()
+        mean.add(terms)
+    line = _line(learner, step, "train", mean)
+    norm = _clip_gradients(learner, step)
+    optimizer.step()
+    return line | {"learning_rate": rate, "grad_norm": norm}
+
+
+@torch.no_grad()
+def evaluate(learner: Learner, step: int) -> dict[str, Any]:
+    """The line of the metrics for the validation windows, after update number `step`."""
+    mean = Mean()
+    for tokens, segments in learner.batches.of_evaluation():
+        with autocast(learner.config.train):
+            mean.add(learner.objective(learner.decoder, tokens, segments, step=step), len(tokens))
+    return _line(learner, step, "valid", mean)
+
+
+class Mean:
+    """Means of terms over passes, weighted by their windows."""
+
+    def __init__(self) -> None:
+        self.weight = 0
+        self.sums: list[Tensor | None] = [None] * 4
+
+    def add(self, terms: Terms, weight: int = 1) -> None:
+        self.weight += weight
+        values = (terms.loss.detach(), terms.lm_loss, terms.expected_reach, terms.shares)
+        for index, value in enumerate(values):
+            if value is not None:
+                before = self.sums[index]
+                self.sums[index] = value * weight if before is None else before + value * weight
+
+    def values(self) -> tuple[float, float, float | None, list[Any] | None]:
+        loss, lm_loss, reach, shares = (None if s is None else s / self.weight for s in self.sums)
+        assert loss is not None and lm_loss is not None
+        return (
+            float(loss),
+            float(lm_loss),
+            None if reach is None else float(reach),
+            None if shares is None else shares.tolist(),
+        )
+
+
+def _line(learner: Learner, step: int, split: str, mean: Mean) -> dict[str, Any]:
+    loss, lm_loss, reach, shares = mean.values()
+    if not math.isfinite(loss):
+        what = "loss" if split == "train" else "validation loss"
+        raise NonFiniteError(f"step {step}: the {what} is {loss}")
+    return {
+        "step": step,
+        "split": split,
+        "tokens": step * learner.config.tokens_per_step,
+        "loss": loss,
+        "lm_loss": lm_loss,
+        "learning_rate": None,
+        "grad_norm": None,
+        "tokens_per_second": None,
+        "expected_reach": reach,
+        "cost_weight": learner.objective.cost_weight(step),
+        "regime_shares": None if shares is None else {"query": shares[0], "key": shares[1]},
+    }
+
+
+def _clip_gradients(learner: Learner, step: int) -> float:
+    """The norm of the gradient before clipping; a NonFiniteError names who spoilt it."""
+    gradients = [p.grad for p in learner.names if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients)
+    value = float(norm)
+    if not math.isfinite(value):
+        bad = [
+            name
+            for parameter, name in learner.names.items()
+            if parameter.grad is not None and not bool(parameter.grad.isfinite().all())
+        ]
+        some = ", ".join(bad[:3]) + (f" and {len(bad) - 3} more" if len(bad) > 3 else "")
+        raise NonFiniteError(
+            f"step {step}: the gradient is {value}" + (f" (in {some})" if bad else "")
+        )
+    most = learner.config.train.grad_clip
+    if most is not None and value > most:
+        torch.nn.utils.clip_grads_with_norm_(list(learner.names), most, norm)
+    return value

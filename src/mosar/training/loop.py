@@ -1,0 +1,267 @@
+"""The training loop, one for every variant.
+
+    for each step: a batch → loss and gradient → clipped AdamW update → metrics
+                   → now and then an evaluation → now and then a checkpoint
+
+Every step is a function of the configuration, the data and the parameters before it, so that a run
+that goes on from a checkpoint is bit for bit the run that was never interrupted.
+"""
+
+from __future__ import annotations
+
+import base64
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mosar.model.decoder import Decoder
+from mosar.records import environment
+from mosar.training import checkpoints
+from mosar.training.batches import Batches
+from mosar.training.checkpoints import Checkpoint, DamagedCheckpoint
+from mosar.training.config import RunConfig
+from mosar.training.errors import NonFiniteError, TrainingError, TrainingInterrupted
+from mosar.training.learner import Learner, evaluate, update
+from mosar.training.precision import check_precision
+from mosar.training.progress import Reporter
+from mosar.training.run_folder import (
+    CHECKPOINTS,
+    METRICS,
+    MetricsFile,
+    check_same_run,
+    has_run,
+    locked,
+    read_config,
+    read_metrics,
+    truncate_metrics,
+    write_config,
+)
+from mosar.training.stopping import StopRequest, stop_requests
+from mosar.training.tensorboard import check_tensorboard, tensorboard_writer
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """How a run ended."""
+
+    out: Path
+    step: int
+    resumed_from: int
+    """The step of the checkpoint it went on from; 0: from the beginning."""
+    loss: float
+    """Of the last step that was logged."""
+    valid_loss: float
+    """Cross-entropy on the validation windows after the last step."""
+
+
+def train(
+    config: RunConfig, out: Path | str, *, progress: bool = True, resume: bool = True
+) -> TrainResult:
+    """Trains into the run folder `out`, going on from its newest checkpoint if there is one.
+
+    With `resume` off, a folder that holds a run is refused. A TrainingError says what stopped the
+    run; SIGINT and SIGTERM save first and raise TrainingInterrupted.
+    """
+    out = Path(out)
+    if has_run(out) and not resume:
+        raise TrainingError(f"{out} already holds a run; give another --out")
+    check_precision(config.train)
+    check_tensorboard(config)
+    with _disk_errors(out), locked(out), stop_requests() as stop, torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.train.seed)
+        batches = Batches(config)
+        reporter = Reporter(config.train.steps, progress=progress)
+        checkpoint = _open_run(config, out, batches, reporter)
+        learner = Learner.build(config, batches, initialise=checkpoint is None)
+        if checkpoint is not None:
+            _restore(learner, checkpoint, reporter)
+        _check_space(learner, out)
+        start = 0 if checkpoint is None else checkpoint.step
+        # Without a checkpoint even the evaluation before the first step is done again.
+        truncate_metrics(out / METRICS, start if start else -1)
+        metrics = MetricsFile(out / METRICS)
+        try:
+            with reporter.running(start), tensorboard_writer(config, out, start) as board:
+                for line in _steps(learner, out, start, stop, metrics):
+                    metrics.append(line)
+                    board.write(line)
+                    reporter.show(line)
+        finally:
+            metrics.close()
+    return _result(out, config.train.steps, start)
+
+
+def _steps(
+    learner: Learner, out: Path, start: int, stop: StopRequest, metrics: MetricsFile
+) -> Iterator[dict[str, Any]]:
+    """Runs the steps after `start`; yields the lines of the metrics, saves checkpoints."""
+    train = learner.config.train
+    saved = start
+    if start == 0:
+        yield evaluate(learner, 0)
+    clock = Clock()
+    for step in range(start + 1, train.steps + 1):
+        with clock:
+            line = update(learner, step, stop)
+        if line is None:
+            raise _interrupted(learner, out, step - 1, saved, stop, metrics)
+        clock.tokens += learner.config.tokens_per_step
+        last = step == train.steps
+        if step % train.log_every == 0 or last:
+            yield line | {"tokens_per_second": clock.lap()}
+        if step % train.eval_every == 0 or last:
+            yield evaluate(learner, step)
+        milestone = train.keep_every and step % train.keep_every == 0
+        if step % train.checkpoint_every == 0 or milestone or last:
+            save(learner, out, step, metrics)
+            saved = step
+        if stop and not last:
+            raise _interrupted(learner, out, step, saved, stop, metrics)
+
+
+class Clock:
+    """Tokens a second of the steps alone: no evaluation, no checkpoint."""
+
+    def __init__(self) -> None:
+        self.tokens, self.seconds = 0, 0.0
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+
+    def __exit__(self, *exception: object) -> None:
+        self.seconds += time.perf_counter() - self._start
+
+    def lap(self) -> float:
+        rate = self.tokens / max(self.seconds, 1e-9)
+        self.tokens, self.seconds = 0, 0.0
+        return rate
+
+
+def save(learner: Learner, out: Path, step: int, metrics: MetricsFile | None = None) -> Path:
+    """Writes the checkpoint of `step`, then removes those that are not kept."""
+    if metrics is not None:
+        # A checkpoint promises that the lines up to it are there.
+        metrics.sync()
+    train, folder = learner.config.train, out / CHECKPOINTS
+    state = {
+        "config_hash": learner.config.fingerprint(),
+        "rng": {"torch": base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode()},
+        "environment": environment(),
+    }
+    path = checkpoints.write_checkpoint(
+        folder,
+        step,
+        {name: parameter for parameter, name in learner.names.items()},
+        checkpoints.optimizer_tensors(learner.optimizer, learner.names),
+        state,
+    )
+    checkpoints.prune_checkpoints(folder, train.keep_last, train.keep_every)
+    return path
+
+
+def _open_run(
+    config: RunConfig, out: Path, batches: Batches, reporter: Reporter
+) -> Checkpoint | None:
+    """Makes `out` the folder of this run; the checkpoint to go on from, None at the beginning."""
+    folder, fingerprint = out / CHECKPOINTS, batches.fingerprint()
+    if not has_run(out):
+        if checkpoints.list_steps(folder):
+            raise TrainingError(f"{out} has checkpoints but no config.json; give another --out")
+        write_config(out, config, fingerprint)
+        return None
+    check_same_run(out, config, fingerprint, reporter.say)
+    checkpoints.remove_unfinished(folder)
+    try:
+        checkpoint = checkpoints.newest_checkpoint(folder, reporter.say)
+    except DamagedCheckpoint as error:
+        raise TrainingError(f"{error}; give another --out to start again") from None
+    if checkpoint is not None:
+        if checkpoint.step > config.train.steps:
+            raise TrainingError(
+                f"{out} is at step {checkpoint.step}, beyond train.steps={config.train.steps}"
+            )
+        if checkpoint.state["config_hash"] != config.fingerprint():
+            raise TrainingError(f"{checkpoint.path} belongs to a run of another configuration")
+    if read_config(out) != config:
+        write_config(out, config, fingerprint)
+    return checkpoint
+
+
+def _restore(learner: Learner, checkpoint: Checkpoint, reporter: Reporter) -> None:
+    load_parameters(learner.decoder, checkpoint)
+    checkpoints.restore_optimizer(learner.optimizer, learner.names, checkpoint.optimizer())
+    state = base64.b64decode(checkpoint.state["rng"]["torch"])
+    torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    reporter.say(f"going on from step {checkpoint.step}")
+    was, now = checkpoint.state["environment"], environment()
+    changed = [
+        f"{key} {was.get(key)} → {now[key]}"
+        for key in ("torch", "cpu", "cpu_capability", "threads")
+        if was.get(key) != now[key]
+    ]
+    if changed:
+        reporter.say(f"{', '.join(changed)}: the last bits may differ from a run in one go")
+
+
+def load_parameters(decoder: Decoder, checkpoint: Checkpoint) -> None:
+    """Copies the parameters of a checkpoint into a decoder of the same shape."""
+    saved = checkpoint.model()
+    names = dict(decoder.named_parameters())
+    if saved.keys() != names.keys():
+        raise TrainingError(f"{checkpoint.path} has other parameters than the model")
+    with torch.no_grad():
+        for name, parameter in names.items():
+            parameter.copy_(saved[name])
+
+
+def _interrupted(
+    learner: Learner, out: Path, step: int, saved: int, stop: StopRequest, metrics: MetricsFile
+) -> TrainingInterrupted:
+    """The exception to raise, once `step` is saved."""
+    if saved != step:
+        save(learner, out, step, metrics)
+    assert stop.signal_number is not None
+    kept = f"saved at step {step}" if step else "before the first step was done"
+    total = learner.config.train.steps
+    message = f"stopped, {kept} of {total}; go on with: mosar train --out {out}"
+    return TrainingInterrupted(message, stop.signal_number)
+
+
+def _check_space(learner: Learner, out: Path) -> None:
+    """A run must not find out at its first checkpoint that there is no room for one."""
+    # Parameters and two moments of each.
+    needed = 3 * sum(parameter.nbytes for parameter in learner.names)
+    free = shutil.disk_usage(out).free
+    if free < needed:
+        raise TrainingError(
+            f"{out} has {free / 1e6:,.1f} MB free, and one checkpoint takes {needed / 1e6:,.1f} MB"
+        )
+
+
+@contextmanager
+def _disk_errors(out: Path) -> Iterator[None]:
+    try:
+        yield
+    except NonFiniteError as error:
+        raise NonFiniteError(f"{error}; the run stopped, {_last_good(out)}") from None
+    except OSError as error:
+        where = error.filename or out
+        reason = error.strerror or str(error)
+        raise TrainingError(f"{where}: {reason}; {_last_good(out)}") from error
+
+
+def _last_good(out: Path) -> str:
+    steps = checkpoints.list_steps(out / CHECKPOINTS)
+    return f"the last checkpoint is that of step {steps[-1]}" if steps else "no checkpoint is lost"
+
+
+def _result(out: Path, step: int, resumed_from: int) -> TrainResult:
+    lines = read_metrics(out)
+    losses = {line["split"]: line["lm_loss"] for line in lines}
+    return TrainResult(out, step, resumed_from, losses["train"], losses["valid"])

@@ -1,0 +1,171 @@
+"""The objective: L = L_LM + lambda(t) L_cost, and its gradient without all logits at once.
+
+    L_LM      mean cross-entropy of the next token
+    L_cost    ½ E[pi_Q·c + pi_K·c] over batch, layers and tokens: the expected reach
+    lambda(t) grows linearly to `attention.cost_weight` over `attention.cost_warmup` steps
+
+Shapes: B windows, T tokens each, N = B·T, C hidden size, V vocabulary, L layers, R regimes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from mosar.core.losses import normalized_reach_cost
+from mosar.geometries import LayerRouting
+from mosar.model.decoder import Decoder
+from mosar.training.config import RunConfig
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a pass gave; means over its tokens."""
+
+    loss: Tensor
+    """The objective, to differentiate."""
+    lm_loss: Tensor
+    expected_reach: Tensor | None
+    """L_cost; None without routers."""
+    shares: Tensor | None
+    """[2, L, R]: mean probability of each regime, of queries and of keys."""
+
+
+class Objective:
+    """The objective of a run, the same for every variant."""
+
+    def __init__(self, config: RunConfig):
+        self.geometry = config.attention.mosar_config(config.model.max_length)
+        self.cost_weight_end = config.attention.cost_weight
+        self.cost_warmup = config.attention.cost_warmup
+        self.softcap = config.model.final_softcap
+        self.loss_chunk = config.train.loss_chunk
+        self.checkpoint_activations = config.train.checkpoint_activations
+
+    def cost_weight(self, step: int) -> float:
+        """lambda in update number `step` >= 1; it is whole from step `cost_warmup` on."""
+        if step >= self.cost_warmup:
+            return self.cost_weight_end
+        return self.cost_weight_end * step / self.cost_warmup
+
+    def __call__(
+        self, decoder: Decoder, tokens: Tensor, segment_ids: Tensor | None, *, step: int
+    ) -> Terms:
+        """The terms of tokens [B, T + 1], segment_ids [B, T] or None."""
+        checkpoint = self.checkpoint_activations and torch.is_grad_enabled()
+        output = decoder(tokens[:, :-1], segment_ids=segment_ids, checkpoint_activations=checkpoint)
+        lm_loss = linear_cross_entropy(
+            output.hidden.flatten(0, 1),
+            decoder.embedding.weight,
+            tokens[:, 1:].flatten(),
+            softcap=self.softcap,
+            chunk=self.loss_chunk,
+        )
+        if not output.routings:
+            return Terms(lm_loss, lm_loss.detach(), None, None)
+        weight = self.cost_weight(step)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and weight != 0):
+            shares = _regime_shares(output.routings)
+            # The cost is linear in the probabilities: that of their means is the mean of all.
+            reach = normalized_reach_cost(shares[0], shares[1], self.geometry)
+        # A weight of 0 leaves the routers to the language model's loss alone, bit for bit.
+        loss = lm_loss + weight * reach if weight else lm_loss
+        return Terms(loss, lm_loss.detach(), reach.detach(), shares.detach())
+
+
+def _regime_shares(routings: Sequence[LayerRouting]) -> Tensor:
+    """[2, L, R]: mean probabilities over batch and tokens, of queries and of keys."""
+    queries = [routing.query for routing in routings]
+    keys = [routing.key for routing in routings]
+    means = [router.probabilities.flatten(0, -2).mean(dim=0) for router in (*queries, *keys)]
+    return torch.stack(means).unflatten(0, (2, len(routings)))
+
+
+# A chunk of logits should stay in the cache, but each one reads and writes all of the head.
+_CHUNK_LOGITS, _MIN_CHUNK = 1 << 21, 256
+# Logits up to this need no shift before exp in float32.
+_TAME = 60.0
+
+
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, softcap: float | None, chunk: int = 0
+) -> Tensor:
+    """Mean cross-entropy of cap(hidden @ weight.T) [N, V] against targets [N], in float32 or wider.
+
+    hidden [N, C], weight [V, C]. At most `chunk` rows of the logits exist at a time (0: as many as
+    is quick): the gradient is taken together with the value, chunk by chunk.
+    """
+    rows = chunk or max(_MIN_CHUNK, _CHUNK_LOGITS // len(weight))
+    return _LinearCrossEntropy.apply(hidden, weight, targets, softcap, rows)  # pyright: ignore[reportReturnType]
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx,
+        hidden_NC: Tensor,
+        weight_VC: Tensor,
+        targets_N: Tensor,
+        softcap: float | None,
+        rows: int,
+    ) -> Tensor:
+        device = hidden_NC.device.type
+        narrow = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        with torch.autocast(device, enabled=False):
+            weight = weight_VC if narrow is None else weight_VC.to(narrow)
+            dhidden_NC = torch.empty_like(hidden_NC) if ctx.needs_input_grad[0] else None
+            dweight_VC = torch.zeros_like(weight_VC) if ctx.needs_input_grad[1] else None
+            wide = torch.promote_types(hidden_NC.dtype, torch.float32)
+            total = torch.zeros((), dtype=wide, device=hidden_NC.device)
+            for start in range(0, len(hidden_NC), rows):
+                chunk = slice(start, start + rows)
+                hidden = hidden_NC[chunk].to(weight.dtype)
+                # Dividing the few hidden numbers, not the many logits.
+                scaled = hidden if softcap is None else hidden / softcap
+                scores_nV = (scaled @ weight.T).to(wide)
+                share = 1 / len(hidden_NC)
+                total += _loss_and_gradient(scores_nV, targets_N[chunk, None], softcap, share)
+                if dhidden_NC is not None or dweight_VC is not None:
+                    dscores_nV = scores_nV.to(weight.dtype)
+                    if dhidden_NC is not None:
+                        dhidden_NC[chunk] = dscores_nV @ weight
+                    if dweight_VC is not None and narrow is None:
+                        dweight_VC.addmm_(dscores_nV.T, hidden)
+                    elif dweight_VC is not None:
+                        dweight_VC += dscores_nV.T @ hidden
+        ctx.save_for_backward(dhidden_NC, dweight_VC)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dloss: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        # In place: the two are nobody else's.
+        gradients = (None if d is None else d.mul_(dloss) for d in ctx.saved_tensors)
+        return *gradients, None, None, None
+
+
+def _loss_and_gradient(
+    scores_nV: Tensor, target_n1: Tensor, softcap: float | None, share: float
+) -> Tensor:
+    """`share` times the sum of the losses; scores (over the cap) become their gradients."""
+    t_nV = None
+    logits_nV = scores_nV
+    if softcap is not None:
+        t_nV = scores_nV.tanh_()
+        logits_nV = t_nV * softcap
+    if softcap is None or softcap > _TAME:
+        logits_nV.sub_(logits_nV.amax(dim=1, keepdim=True))
+    chosen_n1 = logits_nV.gather(1, target_n1)
+    odds_nV = logits_nV.exp_()
+    sum_n1 = odds_nV.sum(dim=1, keepdim=True)
+    loss = share * (sum_n1.log() - chosen_n1).sum()
+    dlogits_nV = odds_nV.mul_(share / sum_n1)
+    dlogits_nV.scatter_add_(1, target_n1, torch.full_like(chosen_n1, -share))
+    if t_nV is not None:
+        # The derivative of c tanh(x / c) is 1 - tanh².
+        torch.addcmul(dlogits_nV, dlogits_nV, t_nV.square_(), value=-1, out=scores_nV)
+    return loss

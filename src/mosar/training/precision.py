@@ -1,0 +1,37 @@
+"""Precision of a pass: float32, or matrix products in bfloat16 where the machine really can."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from contextlib import AbstractContextManager
+from functools import lru_cache
+
+import torch
+
+from mosar.training.config import TrainConfig
+from mosar.training.errors import TrainingError
+
+
+def autocast(train: TrainConfig) -> AbstractContextManager[object]:
+    """The context of a pass; parameters stay in float32."""
+    device = torch.device(train.device).type
+    return torch.autocast(device, torch.bfloat16, enabled=train.precision == "bf16")
+
+
+def check_precision(train: TrainConfig) -> None:
+    """A TrainingError where bfloat16 would kill the process."""
+    if train.precision == "bf16" and torch.device(train.device).type == "cpu":
+        _check_cpu_bfloat16()
+
+
+@lru_cache(maxsize=1)
+def _check_cpu_bfloat16() -> None:
+    # Some virtual machines report AMX and then kill whoever uses it, so another process tries.
+    code = "import torch; a = torch.ones(64, 64, dtype=torch.bfloat16); a @ a"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True)
+    if done.returncode < 0:
+        raise TrainingError(
+            "bfloat16 kills a process on this machine, which promises instructions that it does "
+            "not have; set ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 or train.precision=fp32"
+        )

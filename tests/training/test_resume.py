@@ -1,0 +1,397 @@
+"""Going on with a run: bit for bit the run in one go, or a clear refusal."""
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import signal
+import threading
+
+import pytest
+
+from mosar.training import checkpoints, loop
+from mosar.training.errors import TrainingError, TrainingInterrupted
+from mosar.training.loop import train
+from mosar.training.run_folder import MetricsFile, read_metrics
+from training.runs import assert_same_run, leftovers, saved_config, steps, tensors
+
+STEPS = 8
+SHORT = (f"train.steps={STEPS}", "train.checkpoint_every=3", "train.eval_every=4")
+
+
+class Crash(BaseException):
+    """The process dies here."""
+
+
+@pytest.fixture
+def config(smoke):
+    return smoke("mosar-cost", *SHORT)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, dataset):
+    """The run in one go."""
+    from mosar.training.config import resolve_config
+
+    out = tmp_path_factory.mktemp("whole") / "run"
+    config = resolve_config(variant="mosar-cost", preset="smoke", data=dataset, changes=SHORT)
+    train(config, out, progress=False)
+    return out
+
+
+def at_step(monkeypatch, wanted, act):
+    """Calls `act` in the middle of update number `wanted`, once."""
+    real = loop.update
+    done = []
+
+    def update(learner, step, stop=None):
+        if step == wanted and not done:
+            done.append(step)
+            act()
+        return real(learner, step, stop)
+
+    monkeypatch.setattr(loop, "update", update)
+
+
+def crash():
+    raise Crash
+
+
+@pytest.mark.parametrize("step", range(1, STEPS + 1))
+def test_after_a_crash_in_any_step(config, whole, tmp_path, monkeypatch, step):
+    at_step(monkeypatch, step, crash)
+    with pytest.raises(Crash):
+        train(config, tmp_path / "run", progress=False)
+    result = train(config, tmp_path / "run", progress=False)
+    assert result.resumed_from == (step - 1) // 3 * 3
+    assert_same_run(tmp_path / "run", whole)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("step", [1, 4, STEPS])
+def test_a_signal_saves_first(config, whole, tmp_path, monkeypatch, step, number):
+    before = signal.getsignal(number)
+    at_step(monkeypatch, step, lambda: os.kill(os.getpid(), number))
+    with pytest.raises(TrainingInterrupted) as error:
+        train(config, tmp_path / "run", progress=False)
+    assert signal.getsignal(number) == before
+    assert error.value.exit_code == 128 + number
+    # The update was under way and is given up: nothing it would have changed has changed.
+    assert f"{step - 1} of {STEPS}" in str(error.value) or step == 1
+    assert f"mosar train --out {tmp_path / 'run'}" in str(error.value)
+    assert step == 1 or steps(tmp_path / "run")[-1] == step - 1
+    monkeypatch.undo()
+    assert train(config, tmp_path / "run", progress=False).resumed_from == step - 1
+    assert_same_run(tmp_path / "run", whole)
+
+
+def test_a_second_signal_does_not_wait(config, tmp_path, monkeypatch):
+    def twice():
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    at_step(monkeypatch, 5, twice)
+    with pytest.raises(KeyboardInterrupt):
+        train(config, tmp_path / "run", progress=False)
+    assert steps(tmp_path / "run") == [3]
+
+
+def test_every_step_interrupted(config, whole, tmp_path, monkeypatch):
+    real, last = loop.update, [0]
+
+    def update(learner, step, stop=None):
+        line = real(learner, step, stop)
+        if step > last[0]:
+            last[0] = step
+            os.kill(os.getpid(), signal.SIGINT)
+        return line
+
+    monkeypatch.setattr(loop, "update", update)
+    for _ in range(STEPS - 1):
+        with pytest.raises(TrainingInterrupted):
+            train(config, tmp_path / "run", progress=False)
+    train(config, tmp_path / "run", progress=False)
+    assert_same_run(tmp_path / "run", whole)
+    assert steps(tmp_path / "run") == [7, 8]
+
+
+@pytest.mark.parametrize("call", range(12))
+def test_after_a_crash_while_a_checkpoint_is_written(config, whole, tmp_path, monkeypatch, call):
+    """The process dies at one system call after another of the second checkpoint."""
+    calls = []
+
+    def dying(name):
+        real = getattr(os, name)
+
+        def die(*arguments, **options):
+            if steps(tmp_path / "run"):
+                calls.append(name)
+                if len(calls) == call + 1:
+                    raise Crash
+            return real(*arguments, **options)
+
+        return die
+
+    for name in ("fsync", "rename", "mkdir"):
+        monkeypatch.setattr(os, name, dying(name))
+    # A dead process cleans nothing up.
+    monkeypatch.setattr(checkpoints.shutil, "rmtree", lambda *arguments, **options: None)
+    with pytest.raises(Crash):
+        train(config, tmp_path / "run", progress=False)
+    monkeypatch.undo()
+    train(config, tmp_path / "run", progress=False)
+    assert_same_run(tmp_path / "run", whole)
+    assert not leftovers(tmp_path / "run")
+
+
+def test_a_line_cut_off_is_written_again(config, whole, tmp_path, monkeypatch):
+    at_step(monkeypatch, 6, crash)
+    with pytest.raises(Crash):
+        train(config, tmp_path / "run", progress=False)
+    with open(tmp_path / "run" / "metrics.jsonl", "ab") as file:
+        file.write(b'{"step": 6, "spl')
+    train(config, tmp_path / "run", progress=False)
+    assert_same_run(tmp_path / "run", whole)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json"])
+@pytest.mark.parametrize("how", ["truncate", "alter", "remove"])
+def test_a_damaged_checkpoint_costs_only_the_time_since_the_one_before(
+    config, whole, tmp_path, capfd, name, how
+):
+    shutil.copytree(whole, tmp_path / "run")
+    path = tmp_path / "run" / "checkpoints" / "step-00000008" / name
+    if how == "truncate":
+        os.truncate(path, path.stat().st_size // 2)
+    elif how == "alter":
+        data = bytearray(path.read_bytes())
+        data[-2] ^= 4
+        path.write_bytes(data)
+    else:
+        path.unlink()
+    assert train(config, tmp_path / "run", progress=False).resumed_from == 6
+    said = capfd.readouterr().err
+    assert "checkpoint 8 is damaged" in said and name in said
+    assert_same_run(tmp_path / "run", whole)
+    assert leftovers(tmp_path / "run") == ["damaged-step-00000008-1"]
+
+
+def test_no_whole_checkpoint_is_an_error(config, whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "run")
+    for path in (tmp_path / "run" / "checkpoints").glob("*/model.safetensors"):
+        os.truncate(path, 10)
+    before = sorted((tmp_path / "run").rglob("*"))
+    with pytest.raises(TrainingError, match="is whole"):
+        train(config, tmp_path / "run", progress=False)
+    assert sorted((tmp_path / "run").rglob("*")) == before
+
+
+def test_a_finished_run_has_nothing_to_do(config, whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "run")
+    result = train(config, tmp_path / "run", progress=False)
+    assert (result.step, result.resumed_from) == (STEPS, STEPS)
+    assert_same_run(tmp_path / "run", whole)
+
+
+def test_no_resume_refuses_a_run(config, whole):
+    with pytest.raises(TrainingError, match="already holds a run"):
+        train(config, whole, progress=False, resume=False)
+
+
+@pytest.mark.parametrize(
+    ("variant", "changes", "message"),
+    [
+        ("mosar", (), r"attention.cost_weight is 0.01, not 0.0"),
+        ("mosar-cost", ("train.seed=1",), r"train.seed is 0, not 1; drop the change, or give"),
+        (
+            "mosar-cost",
+            ("data.seed=2", "model.hidden_size=32"),
+            r"data.seed is 0, not 2, model.hidden_size is 64, not 32",
+        ),
+        ("mosar-cost", ("train.micro_batch=8",), r"train.micro_batch is 4, not 8"),
+        ("mosar-cost", ("train.steps=9",), r"add --set train.decay_steps=8"),
+    ],
+)
+def test_a_run_of_another_configuration_is_refused(smoke, whole, variant, changes, message):
+    before = saved_config(whole), tensors(whole), read_metrics(whole)
+    with pytest.raises(TrainingError, match=message) as error:
+        train(smoke(variant, *SHORT, *changes), whole, progress=False)
+    assert "holds a run of another configuration" in str(error.value)
+    assert "another --out" in str(error.value)
+    assert (saved_config(whole), tensors(whole), read_metrics(whole)) == before
+
+
+def test_what_does_not_change_the_result_may_change(smoke, whole, tmp_path, monkeypatch):
+    config = smoke("mosar-cost", *SHORT)
+    at_step(monkeypatch, 5, crash)
+    with pytest.raises(Crash):
+        train(config, tmp_path / "run", progress=False)
+    other = smoke(
+        *("mosar-cost", *SHORT, "train.keep_last=5", "train.checkpoint_every=1"),
+        *("train.keep_every=2", "train.log_every=2"),
+    )
+    train(other, tmp_path / "run", progress=False)
+    assert tensors(tmp_path / "run") == tensors(whole)
+    assert steps(tmp_path / "run") == [4, 5, 6, 7, 8]
+    assert saved_config(tmp_path / "run")["train"]["keep_last"] == 5
+
+
+def test_the_same_batch_in_other_pieces_is_said_to_round_differently(smoke, whole, tmp_path, capfd):
+    shutil.copytree(whole, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000008")
+    other = smoke("mosar-cost", *SHORT, "train.micro_batch=2", "train.accumulation=4")
+    train(other, tmp_path / "run", progress=False)
+    assert "train.accumulation, train.micro_batch changed" in capfd.readouterr().err
+    last, expected = read_metrics(tmp_path / "run")[-1], read_metrics(whole)[-1]
+    assert last["loss"] == pytest.approx(expected["loss"], rel=1e-4)
+
+
+def test_a_longer_run_of_the_same_schedule(smoke, whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "extended")
+    longer = ("train.steps=12", "train.decay_steps=8", *SHORT[1:])
+    train(smoke("mosar-cost", *longer), tmp_path / "extended", progress=False)
+    train(smoke("mosar-cost", *longer), tmp_path / "once", progress=False)
+    assert tensors(tmp_path / "extended") == tensors(tmp_path / "once")
+    rates = [line["learning_rate"] for line in read_metrics(tmp_path / "extended", "train")]
+    assert rates[7:] == [3e-4] * 5
+    with pytest.raises(TrainingError, match=r"is at step 12, beyond train.steps=8"):
+        train(smoke("mosar-cost", *SHORT), tmp_path / "extended", progress=False)
+
+
+def test_data_that_moved_is_known_and_other_data_refused(smoke, whole, dataset, tmp_path):
+    from mosar.data.prepare import prepare
+    from training.conftest import CORPUS
+
+    shutil.copytree(whole, tmp_path / "run")
+    shutil.copytree(dataset, tmp_path / "moved")
+    train(
+        smoke("mosar-cost", *SHORT, f"data.folder={tmp_path / 'moved'}"),
+        tmp_path / "run",
+        progress=False,
+    )
+    source = str(CORPUS / "train.jsonl")
+    prepare([str(CORPUS / "valid.jsonl")], tmp_path / "other", valid=[source])
+    with pytest.raises(TrainingError, match=r"was trained on other data than .*other holds"):
+        train(
+            smoke("mosar-cost", *SHORT, f"data.folder={tmp_path / 'other'}"),
+            tmp_path / "run",
+            progress=False,
+        )
+
+
+def test_another_machine_is_mentioned(config, whole, tmp_path, capfd, monkeypatch):
+    shutil.copytree(whole, tmp_path / "run")
+    was = loop.environment()
+    monkeypatch.setattr(loop, "environment", lambda: was | {"threads": 99})
+    train(config, tmp_path / "run", progress=False)
+    assert "threads 1 → 99: the last bits may differ" in capfd.readouterr().err
+
+
+def test_two_processes_do_not_train_into_one_folder(config, tmp_path):
+    (tmp_path / "run").mkdir()
+    with open(tmp_path / "run" / ".lock", "w") as file:
+        file.write("4711\n")
+        file.flush()
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(TrainingError, match=r"another process trains into .* \(process 4711\)"):
+            train(config, tmp_path / "run", progress=False)
+    assert not (tmp_path / "run" / "config.json").exists()
+
+
+def test_training_in_a_thread_leaves_signals_alone(config, whole, tmp_path):
+    thread = threading.Thread(
+        target=train, args=(config, tmp_path / "run"), kwargs={"progress": False}
+    )
+    thread.start()
+    thread.join()
+    assert_same_run(tmp_path / "run", whole)
+
+
+def test_checkpoints_of_another_run_are_not_mistaken(config, smoke, whole, tmp_path):
+    train(smoke("mosar-cost", *SHORT, "train.seed=1"), tmp_path / "other", progress=False)
+    shutil.copytree(whole, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    shutil.copytree(tmp_path / "other" / "checkpoints", tmp_path / "run" / "checkpoints")
+    with pytest.raises(TrainingError, match="belongs to a run of another configuration"):
+        train(config, tmp_path / "run", progress=False)
+    (tmp_path / "run" / "config.json").unlink()
+    with pytest.raises(TrainingError, match=r"has checkpoints but no config\.json"):
+        train(config, tmp_path / "run", progress=False)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"schema": 1, "model": 3}'])
+def test_a_damaged_config_is_an_error(config, whole, tmp_path, text):
+    shutil.copytree(whole, tmp_path / "run")
+    (tmp_path / "run" / "config.json").write_text(text)
+    with pytest.raises(TrainingError, match=r"config.json is not a run's configuration"):
+        train(config, tmp_path / "run", progress=False)
+
+
+def full_disk(*arguments, **options):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_while_a_checkpoint_is_written(config, whole, tmp_path, monkeypatch):
+    from safetensors import SafetensorError
+
+    real = checkpoints.save_file
+
+    def save_file(values, path):
+        if "step-00000006" in str(path) and path.name.startswith("optimizer"):
+            path.write_bytes(b"half")
+            raise SafetensorError("I/O error: No space left on device (os error 28)")
+        real(values, path)
+
+    monkeypatch.setattr(checkpoints, "save_file", save_file)
+    with pytest.raises(TrainingError) as error:
+        train(config, tmp_path / "run", progress=False)
+    assert "optimizer.safetensors: No space left on device" in str(error.value)
+    assert "the last checkpoint is that of step 3" in str(error.value)
+    assert steps(tmp_path / "run") == [3] and not leftovers(tmp_path / "run")
+    monkeypatch.undo()
+    train(config, tmp_path / "run", progress=False)
+    assert_same_run(tmp_path / "run", whole)
+
+
+def test_a_full_disk_while_metrics_are_written(config, whole, tmp_path, monkeypatch):
+    real = MetricsFile.append
+
+    def append(self, values):
+        if values["step"] == 5:
+            full_disk()
+        real(self, values)
+
+    monkeypatch.setattr(MetricsFile, "append", append)
+    with pytest.raises(TrainingError, match=r"No space left on device; the last .* step 3"):
+        train(config, tmp_path / "run", progress=False)
+    monkeypatch.undo()
+    train(config, tmp_path / "run", progress=False)
+    assert_same_run(tmp_path / "run", whole)
+
+
+def test_too_little_room_is_said_at_the_beginning(config, tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)._replace(free=100_000)
+    monkeypatch.setattr(loop.shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(TrainingError, match=r"has 0.1 MB free, and one checkpoint takes 1.\d MB"):
+        train(config, tmp_path / "run", progress=False)
+
+
+def test_a_folder_that_cannot_be_written(config, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TrainingError, match=r"Not a directory|File exists"):
+        train(config, tmp_path / "file" / "run", progress=False)
+
+    def read_only(*arguments, **options):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(tmp_path / "run" / ".lock"))
+
+    monkeypatch.setattr(os, "open", read_only)
+    with pytest.raises(TrainingError, match="Read-only file system"):
+        train(config, tmp_path / "run", progress=False)
+
+
+def test_state_says_where_it_comes_from(whole):
+    state = json.loads((whole / "checkpoints" / "step-00000008" / "state.json").read_text())
+    assert state["step"] == 8 and len(state["config_hash"]) == 64
+    assert set(state["checksums"]) == {"model.safetensors", "optimizer.safetensors"}
+    assert state["rng"]["torch"] and state["environment"]["torch"]

@@ -1,0 +1,72 @@
+"""Learning rate and cost weight, against a table worked out by hand."""
+
+import math
+
+import pytest
+
+from mosar.geometries import VARIANTS
+from mosar.training.config import TrainConfig, resolve_config
+from mosar.training.objective import Objective
+from mosar.training.schedule import learning_rate
+
+# The paper's: 100 steps up to 3e-4, a cosine of 609,900 steps down to 3e-5. A third of the way the
+# cosine is ½, so that ¾ of the span is left; half way 0, so that ½ is; two thirds: ¼.
+PAPER = {
+    1: 3e-6,
+    50: 1.5e-4,
+    99: 2.97e-4,
+    100: 3e-4,
+    100 + 203_300: 3e-5 + 0.75 * 2.7e-4,
+    100 + 304_950: 3e-5 + 0.50 * 2.7e-4,
+    100 + 406_600: 3e-5 + 0.25 * 2.7e-4,
+    610_000: 3e-5,
+}
+# 0.01 after 500 steps.
+COST = {0: 0.0, 1: 2e-5, 50: 0.001, 250: 0.005, 499: 0.00998, 500: 0.01, 501: 0.01, 610_000: 0.01}
+
+
+def config(variant, *changes):
+    return resolve_config(
+        variant=variant, preset="paper", data="nowhere", changes=changes, vocab_size=None
+    )
+
+
+@pytest.mark.parametrize(("step", "rate"), PAPER.items())
+def test_learning_rate(step, rate):
+    assert learning_rate(step, config("rope").train) == pytest.approx(rate, rel=1e-12)
+
+
+@pytest.mark.parametrize(("step", "weight"), COST.items())
+def test_cost_weight(step, weight):
+    assert Objective(config("mosar-cost")).cost_weight(step) == pytest.approx(weight, rel=1e-12)
+
+
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "mosar-cost"])
+def test_only_mosar_cost_has_a_cost_weight(variant):
+    objective = Objective(config(variant))
+    assert [objective.cost_weight(step) for step in COST] == [0.0] * len(COST)
+
+
+def test_cost_without_warm_up():
+    objective = Objective(config("mosar-cost", "attention.cost_warmup=0"))
+    assert (objective.cost_weight(0), objective.cost_weight(1)) == (0.01, 0.01)
+
+
+def test_rate_without_warm_up_starts_at_the_first_point_of_the_cosine():
+    train = TrainConfig(steps=4, warmup_steps=0, learning_rate=1.0, min_learning_rate=0.0)
+    rates = [learning_rate(step, train) for step in range(1, 5)]
+    half = math.sqrt(0.5) / 2
+    assert rates == pytest.approx([0.5 + half, 0.5, 0.5 - half, 0.0], abs=1e-15)
+
+
+def test_after_the_decay_the_minimum_stays():
+    train = TrainConfig(steps=30, decay_steps=10, warmup_steps=2)
+    short = TrainConfig(steps=10, warmup_steps=2)
+    for step in range(1, 31):
+        expected = learning_rate(step, short) if step <= 10 else short.min_learning_rate
+        assert learning_rate(step, train) == expected
+
+
+def test_a_warm_up_longer_than_the_run():
+    train = TrainConfig(steps=5, warmup_steps=10, learning_rate=1.0)
+    assert [learning_rate(step, train) for step in (1, 5)] == [0.1, 0.5]
