@@ -37,6 +37,7 @@ COMMANDS = [
     ("figure", "decay-kernels"),
     ("bench",),
     ("bench", "attention"),
+    ("bench", "train"),
     ("prepare",),
     ("train",),
 ]

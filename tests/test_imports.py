@@ -32,14 +32,18 @@ MAY_IMPORT = {
         *("torch", "numpy", "rich", "tokenizers", "datasets", "pyarrow"),
         *("mosar.data", "mosar.version"),
     },
-    "model": {"torch", "mosar.attention", "mosar.core", "mosar.geometries", "mosar.model"},
+    "model": {
+        *("torch", "mosar.attention", "mosar.core", "mosar.geometries", "mosar.kernels"),
+        "mosar.model",
+    },
     "training": {
         *("torch", "numpy", "rich", "safetensors", "mosar.core", "mosar.data"),
         *("mosar.geometries", "mosar.model", "mosar.records", "mosar.training"),
     },
     "bench": {
-        *("torch", "numpy", "rich", "mosar.attention", "mosar.bench", "mosar.core"),
-        *("mosar.kernels", "mosar.records"),
+        *("torch", "numpy", "rich", "transformers", "mosar.attention", "mosar.bench"),
+        *("mosar.core", "mosar.geometries", "mosar.kernels", "mosar.model", "mosar.records"),
+        "mosar.training",
     },
 }
 

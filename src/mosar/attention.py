@@ -10,8 +10,6 @@ Gr routing groups (a divisor of Hkv). Query head h reads key/value head h // (Hq
 from __future__ import annotations
 
 import math
-import warnings
-from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -291,20 +289,11 @@ def _choose_implementation(
     return impl
 
 
-@lru_cache(maxsize=1)
 def _native_obstacle() -> str | None:
-    """Why the native kernels cannot be had on this machine, said once; None where they can."""
-    from mosar.kernels.build import NativeBuildError
-    from mosar.kernels.native import load_operators
+    """Why the native kernels cannot be had on this machine; None where they can."""
+    from mosar.kernels.native import native_obstacle
 
-    try:
-        load_operators()
-    except (NativeBuildError, OSError) as error:
-        warnings.warn(
-            f"mosar runs on torch operators alone, which is slower: {error}", stacklevel=2
-        )
-        return str(error)
-    return None
+    return native_obstacle()
 
 
 def _kernels(impl: str):

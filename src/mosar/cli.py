@@ -381,6 +381,68 @@ def bench_attention(
             raise CommandFailed(f"{len(wrong)} of {len(records)} rows gave a wrong result")
 
 
+@bench_app.command("train")
+def bench_train(
+    lengths: Annotated[str, typer.Option(help="Tokens of a window.")] = "512,2048",
+    softcap: Annotated[
+        str, typer.Option(help="capped (Gemma 2's soft-caps), plain (none), or both.")
+    ] = "capped,plain",
+    preset: Annotated[str, typer.Option(help="The size of the model.")] = "small",
+    memory: Annotated[
+        str, typer.Option(help="Tokens at which peak memory is measured, or none.")
+    ] = "2048",
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Threads of torch; by default as torch chooses.")
+    ] = None,
+    seconds: Annotated[
+        float, typer.Option(help="About how long a row is timed; 5 to 30 rounds in any case.")
+    ] = 60.0,
+    json: Annotated[
+        Path | None, typer.Option(help="Append a record a row to this file, as it is measured.")
+    ] = None,
+) -> None:
+    """Time a training step: our rope and mosar, transformers' Gemma 2, a nanoGPT-style loop.
+
+    All of the same size, in one run, interleaved. Losses are checked first, ours against float64
+    and Gemma 2's against ours with the same weights; a wrong result gets no ratio, and the exit
+    code 1.
+
+    Example: mosar bench train
+
+    Example: mosar bench train --lengths 512 --softcap plain --seconds 20 --json train.jsonl
+    """
+    with _one_line_errors():
+        import torch
+
+        from mosar.bench.terminal import show_training_benchmark
+        from mosar.bench.training import TrainingBenchmarkSettings
+
+        try:
+            settings = TrainingBenchmarkSettings(
+                lengths=_numbers("--lengths", lengths),
+                settings=_listed(softcap),
+                preset=preset,
+                memory_lengths=_memory_lengths(memory) or (),
+                seconds=seconds,
+            )
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+        if json is not None and not json.absolute().parent.is_dir():
+            raise CommandFailed(f"cannot write {json}: its folder does not exist")
+        if threads is not None:
+            torch.set_num_threads(threads)
+        try:
+            records = show_training_benchmark(settings, json)
+        except OSError as error:
+            reason = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+            raise CommandFailed(reason) from None
+        except (ValueError, RuntimeError) as error:
+            raise CommandFailed(str(error)) from None
+        wrong = [record for record in records if not record.correct]
+        if wrong:
+            raise CommandFailed(f"{len(wrong)} of {len(records)} rows gave a wrong result")
+
+
 def _listed(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
 

@@ -7,6 +7,7 @@ follows from them, written for readers of the file and computed again when it is
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import statistics
@@ -270,7 +271,236 @@ class AttentionBenchmark(Record):
         return cls(**values | nested)
 
 
-_KINDS: dict[str, type[Record]] = {cls.kind: cls for cls in (AttentionBenchmark,)}
+@dataclass(frozen=True, kw_only=True)
+class TrainingBenchmark(Record):
+    """One row of `mosar bench train`: one model size and length, everybody's training step."""
+
+    kind: ClassVar[str] = "bench.train"
+    preset: str
+    setting: str
+    """"capped": with Gemma 2's soft-caps, "plain": without."""
+    length: int
+    batch: int
+    parameters: dict[str, int]
+    """By competitor."""
+    gemm_gflops: float
+    """What a large matrix product reached on this machine, just before."""
+    checks: dict[str, ErrorCheck]
+    """The loss before the first step: of ours against float64, of others' against ours."""
+    measurements: dict[str, Measurement]
+    """By competitor; one sample is one step."""
+
+    @property
+    def correct(self) -> bool:
+        return all(check.passed for check in self.checks.values())
+
+    def tokens_per_second(self, competitor: str) -> float | None:
+        time = self.measurements.get(competitor, Measurement()).median_ms
+        return 1e3 * self.batch * self.length / time if time else None
+
+    def ratio(self, ours: str, other: str) -> float | None:
+        """Tokens a second over another's; None where a result is wrong or one was not timed."""
+        mine, theirs = self.tokens_per_second(ours), self.tokens_per_second(other)
+        return mine / theirs if self.correct and mine and theirs else None
+
+    @property
+    def fastest_gemma2(self) -> str | None:
+        """Which of transformers' ways to attend was the quickest."""
+        rates = {
+            name: rate
+            for name in self.measurements
+            if name.startswith("gemma2") and (rate := self.tokens_per_second(name))
+        }
+        return max(rates, key=rates.__getitem__, default=None)
+
+    @property
+    def memory_ratio(self) -> float | None:
+        """Peak memory of mosar over that of rope."""
+        mosar, rope = (
+            self.measurements.get(name, Measurement()).peak_bytes for name in ("mosar", "rope")
+        )
+        return mosar / rope if mosar and rope else None
+
+    def derived(self) -> dict[str, Any]:
+        gemma2 = self.fastest_gemma2
+        return {
+            "correct": self.correct,
+            "tokens_per_second": {name: self.tokens_per_second(name) for name in self.measurements},
+            "mosar_over_rope": self.ratio("mosar", "rope"),
+            "rope_over_gemma2": None if gemma2 is None else self.ratio("rope", gemma2),
+            "rope_over_nanogpt": self.ratio("rope", "nanogpt"),
+            "memory_ratio": self.memory_ratio,
+        }
+
+    @classmethod
+    def from_fields(cls, values: dict[str, Any]) -> Self:
+        check_fields(cls, values)
+        nested: dict[str, Any] = {
+            "checks": {name: ErrorCheck.from_fields(v) for name, v in values["checks"].items()},
+            "measurements": {
+                name: Measurement.from_fields(v) for name, v in values["measurements"].items()
+            },
+        }
+        return cls(**values | nested)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """Which cell of an experiment a record belongs to."""
+
+    variant: str
+    preset: str
+    seed: int
+    grid: dict[str, Any] = field(default_factory=dict)
+    """Dotted key -> value, where the experiment is repeated along an axis."""
+
+    @property
+    def name(self) -> str:
+        """Also the name of its folder and file."""
+        axis = "".join(f"-{key}={value}" for key, value in self.grid.items())
+        return f"{self.variant}-seed{self.seed}{axis}"
+
+    @classmethod
+    def from_fields(cls, values: dict[str, Any]) -> Self:
+        check_fields(cls, values)
+        return cls(**values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingRecord(Record):
+    """A finished training run: what it was and how its losses went."""
+
+    kind: ClassVar[str] = "training"
+    cell: Cell
+    config: dict[str, Any]
+    """The resolved configuration, an object a section, as in the run folder."""
+    data: dict[str, Any]
+    """Where the text came from: sources, tokenizer, counts, fingerprint."""
+    parameters: int
+    """Numbers that were learnt, the embedding among them."""
+    step: int
+    tokens: int
+    """Seen in training."""
+    seconds: float | None
+    """Spent in steps; None where it is not known for all of them."""
+    train_curve: list[list[float]]
+    """[step, lm_loss], thinned: means over equal spans of steps."""
+    valid_curve: list[list[float]]
+    """[step, lm_loss], every evaluation."""
+    reach_curve: list[list[float]]
+    """[step, expected reach] of the evaluations; empty without routers."""
+
+    @classmethod
+    def from_fields(cls, values: dict[str, Any]) -> Self:
+        check_fields(cls, values)
+        nested: dict[str, Any] = {"cell": Cell.from_fields(values["cell"])}
+        return cls(**values | nested)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationRecord(Record):
+    """One checkpoint evaluated at one length under one routing."""
+
+    kind: ClassVar[str] = "evaluation"
+    cell: Cell
+    step: int
+    train_length: int
+    """N, the length it was trained at."""
+    length: int
+    routing: str
+    """"native" (no routers), "soft", "top1" or "sparse"."""
+    windows: int
+    tokens: int
+    """Predicted tokens; the same text at every length."""
+    loss: float
+    """Mean cross-entropy."""
+    loss_stderr: float
+    """Of the mean, from the windows' own means."""
+    buckets: list[list[float]]
+    """[first position, end, mean cross-entropy, tokens] by position in the window."""
+    seconds: float
+    """Of the forward passes, taken in turn with the other routings of the same evaluation."""
+    density: float
+    """rho: pairs of the support over causal pairs, exact, mean over layers, groups and windows; 1
+    where the geometry evaluates every pair."""
+    layer_density: list[float]
+    """The same by layer; empty where it is 1 by definition."""
+    reach_soft: float | None
+    """Normalized reach of the routers' probabilities at this length; None without routers."""
+    reach_top1: float | None
+    """The same of the one-hot choices."""
+    discarded_mass: list[dict[str, float]]
+    """By layer: "mean", "p95" and "worst" share of a row's attention that top1 has outside of the
+    support; empty where it was not measured."""
+    shares_soft: dict[str, list[list[float]]]
+    """"query" and "key": [L][R] mean probabilities; empty without routers."""
+    shares_top1: dict[str, list[list[float]]]
+    """The same of the one-hot choices."""
+    regimes: list[str]
+    """Names, in the order of the shares; empty without routers."""
+    example_labels: dict[str, list[str]]
+    """"query" and "key": for each layer the regimes of the first tokens of the first window, one
+    letter a token; empty without routers."""
+    inputs: dict[str, Any] = field(default_factory=dict)
+    """What it was computed from: "checkpoint" (sha256 of the parameters), "data" (fingerprint) and
+    "block" (tokens of text that every length cuts into its windows)."""
+
+    @property
+    def perplexity(self) -> float:
+        # Beyond this there is nothing to be learnt from the number.
+        return math.exp(min(self.loss, 700.0))
+
+    def derived(self) -> dict[str, Any]:
+        return {"perplexity": self.perplexity, "factor": self.length / self.train_length}
+
+    @classmethod
+    def from_fields(cls, values: dict[str, Any]) -> Self:
+        check_fields(cls, values)
+        nested: dict[str, Any] = {"cell": Cell.from_fields(values["cell"])}
+        return cls(**values | nested)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetrievalRecord(Record):
+    """How often a checkpoint finds what a synthetic task asks for, by distance."""
+
+    kind: ClassVar[str] = "retrieval"
+    cell: Cell
+    step: int
+    task: str
+    """"passkey" or "recall"."""
+    train_length: int
+    length: int
+    routing: str
+    answers: int
+    accuracy: float
+    """Over all answers."""
+    by_distance: list[list[float]]
+    """[least distance, end, accuracy, answers] between the question and what it asks for."""
+    reaches: dict[str, float]
+    """Regime -> reach, for the marks of a figure."""
+    chance: float
+    """The accuracy of guessing."""
+    inputs: dict[str, Any] = field(default_factory=dict)
+    """What it was computed from: "checkpoint" (sha256 of the parameters), "data" (fingerprint)."""
+
+    @classmethod
+    def from_fields(cls, values: dict[str, Any]) -> Self:
+        check_fields(cls, values)
+        nested: dict[str, Any] = {"cell": Cell.from_fields(values["cell"])}
+        return cls(**values | nested)
+
+
+_KINDS: dict[str, type[Record]] = {
+    cls.kind: cls
+    for cls in (
+        AttentionBenchmark,
+        TrainingBenchmark,
+        TrainingRecord,
+        EvaluationRecord,
+        RetrievalRecord,
+    )
+}
 
 
 def append_record(path: Path | str, record: Record) -> None:

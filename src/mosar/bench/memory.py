@@ -15,6 +15,7 @@ import subprocess
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -31,11 +32,15 @@ class MemoryUnavailable(RuntimeError):
 
 def measure_peak(case: Case, competitor: str) -> int:
     """Bytes; raises MemoryUnavailable."""
+    task = asdict(case) | {"config": case.config.to_json(), "competitor": competitor}
+    return peak_of("mosar.bench.memory", task | {"threads": torch.get_num_threads()})
+
+
+def peak_of(module: str, task: dict[str, Any]) -> int:
+    """The bytes that a module, run with `task` as JSON on its input, prints."""
     if not _CLEAR.exists():
         raise MemoryUnavailable("memory is measured with /proc/self/clear_refs, which is not here")
-    task = asdict(case) | {"config": case.config.to_json(), "competitor": competitor}
-    task["threads"] = torch.get_num_threads()
-    command = [sys.executable, "-m", "mosar.bench.memory"]
+    command = [sys.executable, "-m", module]
     done = subprocess.run(command, input=json.dumps(task), capture_output=True, text=True)
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
@@ -51,14 +56,24 @@ def _main() -> None:
     short = replace(case, length=min(case.length, _WARM_UP_LENGTH))
     call_of(build_problem(short), competitor)()
     call = call_of(build_problem(case), competitor)
+    before = reset_peak()
+    result = call()
+    print(peak_so_far() - before)
+    del result
+
+
+def reset_peak() -> int:
+    """Hands free heap back and forgets the peak; returns what is resident now, in bytes."""
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
     _CLEAR.write_text("5")
-    before = _resident("VmRSS")
-    result = call()
-    print(_resident("VmHWM") - before)
-    del result
+    return _resident("VmRSS")
+
+
+def peak_so_far() -> int:
+    """The most that was resident since `reset_peak`, in bytes."""
+    return _resident("VmHWM")
 
 
 def _resident(name: str) -> int:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from mosar.bench.attention import AttentionBenchmarkSettings, run_attention_benchmark
 from mosar.bench.table import attention_footer, attention_table, best_gemm
-from mosar.records import AttentionBenchmark, append_record
+from mosar.bench.training import TrainingBenchmarkSettings, run_training_benchmark
+from mosar.bench.training_table import training_footer, training_table
+from mosar.records import AttentionBenchmark, Record, TrainingBenchmark, append_record
 
 # Wide enough for every column.
 _WIDTH = 160
+
+R = TypeVar("R", bound=Record)
 
 
 class Interrupted(RuntimeError):
@@ -23,8 +29,34 @@ def show_attention_benchmark(
     settings: AttentionBenchmarkSettings, json: Path | None = None
 ) -> list[AttentionBenchmark]:
     """Runs, shows and returns the records; Interrupted after Ctrl-C."""
-    records: list[AttentionBenchmark] = []
-    total = len(settings.cases())
+    return show_benchmark(
+        lambda report: run_attention_benchmark(settings, report),
+        len(settings.cases()),
+        _show_attention,
+        json,
+    )
+
+
+def show_training_benchmark(
+    settings: TrainingBenchmarkSettings, json: Path | None = None
+) -> list[TrainingBenchmark]:
+    """Runs, shows and returns the records; Interrupted after Ctrl-C."""
+    return show_benchmark(
+        lambda report: run_training_benchmark(settings, report),
+        len(settings.cases()),
+        _show_training,
+        json,
+    )
+
+
+def show_benchmark(
+    run: Callable[[Callable[[str], None]], Iterator[R]],
+    total: int,
+    show: Callable[[list[R]], None],
+    json: Path | None,
+) -> list[R]:
+    """Runs `total` rows with progress, appends each to `json`, shows what there is at the end."""
+    records: list[R] = []
     progress = _progress()
     task = progress.add_task("", total=total)
 
@@ -33,7 +65,7 @@ def show_attention_benchmark(
         if progress.disable:
             progress.console.print(f"[{len(records)}/{total}] {step}", markup=False)
 
-    rows = run_attention_benchmark(settings, report)
+    rows = run(report)
     try:
         with progress:
             for record in rows:
@@ -41,9 +73,11 @@ def show_attention_benchmark(
                 if json is not None:
                     append_record(json, record)
     except KeyboardInterrupt:
-        _show(records)
+        if records:
+            show(records)
         raise Interrupted(f"stopped after {len(records)} of {total} rows") from None
-    _show(records)
+    if records:
+        show(records)
     return records
 
 
@@ -62,14 +96,23 @@ def _progress() -> Progress:
     )
 
 
-def _show(records: list[AttentionBenchmark]) -> None:
-    if not records:
-        return
-    console = Console()
+def _wide_console() -> Console:
     # A narrower terminal breaks the lines, which reads badly; leaving out figures would be worse.
-    wide = Console(width=max(console.width, _WIDTH))
+    return Console(width=max(Console().width, _WIDTH))
+
+
+def _show_attention(records: list[AttentionBenchmark]) -> None:
     peak = best_gemm(records)
     for mode in dict.fromkeys(record.mode for record in records):
         rows = [record for record in records if record.mode == mode]
-        wide.print(attention_table(rows, peak))
-    console.print(attention_footer(records), markup=False, highlight=False, soft_wrap=True)
+        _wide_console().print(attention_table(rows, peak))
+    _footer(attention_footer(records))
+
+
+def _show_training(records: list[TrainingBenchmark]) -> None:
+    _wide_console().print(training_table(records))
+    _footer(training_footer(records))
+
+
+def _footer(text: str) -> None:
+    Console().print(text, markup=False, highlight=False, soft_wrap=True)

@@ -8,6 +8,7 @@ out. Everything that decides which pairs exist is in the plan.
 from __future__ import annotations
 
 import math
+import warnings
 from functools import lru_cache
 
 import torch
@@ -17,7 +18,7 @@ from mosar.core.config import MoSARConfig
 from mosar.core.hard_domain import class_reach
 from mosar.core.layout import Layout, resolve_layout
 from mosar.core.regimes import pair_geometry
-from mosar.kernels.build import load_library
+from mosar.kernels.build import NativeBuildError, load_library
 from mosar.kernels.plan import Plan, PlanInput, dense_plan_input, sparse_plan_input
 from mosar.kernels.tables import gate_table, kept_table, table_length
 
@@ -337,6 +338,25 @@ def _fake_backward(dout, dlse, out, softmax, q, k, v, pi_q, pi_k, *inputs):
     empty = q.new_empty
     routings = [empty((0,)) if pi is None else empty(pi.shape) for pi in (pi_q, pi_k)]
     return empty(q.shape), empty(k.shape), empty(v.shape), *routings
+
+
+# To torch.compile it is a constant: nothing in it is to be traced.
+@torch.compiler.assume_constant_result
+def native_obstacle() -> str | None:
+    """Why the native kernels cannot be had on this machine, said once; None where they can."""
+    return _native_obstacle()
+
+
+@lru_cache(maxsize=1)
+def _native_obstacle() -> str | None:
+    try:
+        load_operators()
+    except (NativeBuildError, OSError) as error:
+        warnings.warn(
+            f"mosar runs on torch operators alone, which is slower: {error}", stacklevel=2
+        )
+        return str(error)
+    return None
 
 
 @torch.compiler.assume_constant_result

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from mosar.attention import ROUTINGS, Routing
 from mosar.core.layout import can_check_values
 from mosar.geometries import GEOMETRIES, AttentionConfig, HeadShape, LayerRouting
+from mosar.kernels.elementwise import geglu
 from mosar.model.config import ModelConfig
 from mosar.model.norm import RMSNorm
 
@@ -186,8 +187,7 @@ class FeedForward(nn.Module):
         self.down_proj = nn.Linear(ffn_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate = F.gelu(self.gate_proj(x), approximate="tanh")
-        return self.down_proj(gate * self.up_proj(x))
+        return self.down_proj(geglu(self.gate_proj(x), self.up_proj(x)))
 
 
 def _check_segments(segment_ids: Tensor, tokens: Tensor) -> None:

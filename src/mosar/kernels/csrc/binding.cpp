@@ -9,6 +9,7 @@
 #include <tuple>
 
 #include "attention.h"
+#include "elementwise.h"
 #include "plan.h"
 
 namespace {
@@ -252,6 +253,48 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attend_backward(
   return {dq, dk, dv, dpi_q, dpi_k};
 }
 
+float* floats(Tensor& tensor) { return static_cast<float*>(tensor.mutable_data_ptr()); }
+
+std::tuple<Tensor, Tensor> rms_norm(const Tensor& x, const Tensor& weight, double eps) {
+  check(x.dim() == 2, "x must have two dimensions");
+  const int64_t rows = x.size(0), size = x.size(1);
+  Tensor y = empty(x, {rows, size}, ScalarType::Float), inverse = empty(x, {rows}, ScalarType::Float);
+  mosar::rms_norm(data<float>(x, "x", {rows, size}), data<float>(weight, "weight", {size}),
+                  static_cast<float>(eps), rows, size, floats(y), floats(inverse), parallel());
+  return {y, inverse};
+}
+
+std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& gradient, const Tensor& x,
+                                             const Tensor& inverse, const Tensor& weight) {
+  check(x.dim() == 2, "x must have two dimensions");
+  const int64_t rows = x.size(0), size = x.size(1);
+  Tensor dx = empty(x, {rows, size}, ScalarType::Float), dweight = empty(x, {size}, ScalarType::Float);
+  mosar::rms_norm_backward(
+      data<float>(gradient, "gradient", {rows, size}), data<float>(x, "x", {rows, size}),
+      data<float>(inverse, "inverse", {rows}), data<float>(weight, "weight", {size}), rows, size,
+      floats(dx), floats(dweight), parallel());
+  return {dx, dweight};
+}
+
+Tensor geglu(const Tensor& gate, const Tensor& up) {
+  check(gate.dim() == 1, "gate must have one dimension");
+  const int64_t count = gate.size(0);
+  Tensor out = empty(gate, {count}, ScalarType::Float);
+  mosar::geglu(data<float>(gate, "gate", {count}), data<float>(up, "up", {count}), count, floats(out),
+               parallel());
+  return out;
+}
+
+std::tuple<Tensor, Tensor> geglu_backward(const Tensor& gradient, const Tensor& gate,
+                                          const Tensor& up) {
+  check(gate.dim() == 1, "gate must have one dimension");
+  const int64_t count = gate.size(0);
+  Tensor dgate = empty(gate, {count}, ScalarType::Float), dup = empty(gate, {count}, ScalarType::Float);
+  mosar::geglu_backward(data<float>(gradient, "gradient", {count}), data<float>(gate, "gate", {count}),
+                        data<float>(up, "up", {count}), count, floats(dgate), floats(dup), parallel());
+  return {dgate, dup};
+}
+
 }  // namespace
 
 #define MOSAR_PROBLEM                                                                             \
@@ -265,6 +308,12 @@ STABLE_TORCH_LIBRARY(mosar, m) {
       "plan(Tensor labels_q, Tensor classes_k, Tensor pos_q, Tensor pos_k, Tensor? floor_q, "
       "Tensor? valid_k, Tensor reach) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def("attend(" MOSAR_PROBLEM ") -> (Tensor, Tensor, Tensor)");
+  m.def("rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)");
+  m.def(
+      "rms_norm_backward(Tensor gradient, Tensor x, Tensor inverse, Tensor weight) "
+      "-> (Tensor, Tensor)");
+  m.def("geglu(Tensor gate, Tensor up) -> Tensor");
+  m.def("geglu_backward(Tensor gradient, Tensor gate, Tensor up) -> (Tensor, Tensor)");
   m.def("attend_backward(Tensor dout, Tensor dlse, Tensor out, Tensor softmax, " MOSAR_PROBLEM
         ") -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
 }
@@ -272,5 +321,9 @@ STABLE_TORCH_LIBRARY(mosar, m) {
 STABLE_TORCH_LIBRARY_IMPL(mosar, CPU, m) {
   m.impl("plan", TORCH_BOX(&plan));
   m.impl("attend", TORCH_BOX(&attend));
+  m.impl("rms_norm", TORCH_BOX(&rms_norm));
+  m.impl("rms_norm_backward", TORCH_BOX(&rms_norm_backward));
+  m.impl("geglu", TORCH_BOX(&geglu));
+  m.impl("geglu_backward", TORCH_BOX(&geglu_backward));
   m.impl("attend_backward", TORCH_BOX(&attend_backward));
 }

@@ -1,0 +1,138 @@
+// The passes of a decoder layer that only stream through memory: RMSNorm with weight 1 + w, and the
+// GeGLU product gelu(gate) * up in its tanh form. Each is one pass forward and one backward, where
+// torch operators take three to six and keep as many tensors.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <vector>
+
+#include "attention.h"
+#include "simd.h"
+
+namespace mosar {
+
+// Rows of a task. Sums over rows are taken per task and then over tasks in order, so that they do not
+// depend on the number of threads.
+constexpr int64_t kRowBlock = 32;
+// Entries of a task where rows do not matter.
+constexpr int64_t kEntryBlock = 16384;
+
+inline float sum_of_squares(const float* x, int64_t count) { return dot_product(x, x, count); }
+
+// y = x r (1 + w), r = 1 / sqrt(mean(x^2) + eps) per row.
+inline void rms_norm(const float* x, const float* weight, float eps, int64_t rows, int64_t size,
+                     float* y, float* inverse, const Parallel& threads) {
+  threads.run((rows + kRowBlock - 1) / kRowBlock, [&](int64_t block) {
+    const int64_t end = std::min(rows, (block + 1) * kRowBlock);
+    for (int64_t row = block * kRowBlock; row < end; ++row) {
+      const float* in = x + row * size;
+      float* out = y + row * size;
+      const float r = 1.0f / std::sqrt(sum_of_squares(in, size) / size + eps);
+      inverse[row] = r;
+      int64_t i = 0;
+      for (; i + kWidth <= size; i += kWidth)
+        store_unaligned(out + i, load_unaligned(in + i) * r * (load_unaligned(weight + i) + 1.0f));
+      for (; i < size; ++i) out[i] = in[i] * r * (weight[i] + 1.0f);
+    }
+  });
+}
+
+// With u = g (1 + w): dx = r (u - x r^2 mean(u x)), dw = sum over rows of g x r.
+inline void rms_norm_backward(const float* gradient, const float* x, const float* inverse,
+                              const float* weight, int64_t rows, int64_t size, float* dx,
+                              float* dweight, const Parallel& threads) {
+  const int64_t blocks = (rows + kRowBlock - 1) / kRowBlock;
+  std::vector<float> sums(blocks * size, 0.0f);
+  threads.run(blocks, [&](int64_t block) {
+    float* sum = sums.data() + block * size;
+    const int64_t end = std::min(rows, (block + 1) * kRowBlock);
+    for (int64_t row = block * kRowBlock; row < end; ++row) {
+      const float *g = gradient + row * size, *in = x + row * size;
+      float* out = dx + row * size;
+      const float r = inverse[row];
+      vf products = vf{};
+      float product = 0;
+      int64_t i = 0;
+      for (; i + kWidth <= size; i += kWidth) {
+        const vf gx = load_unaligned(g + i) * load_unaligned(in + i);
+        store_unaligned(sum + i, load_unaligned(sum + i) + gx * r);
+        products += gx * (load_unaligned(weight + i) + 1.0f);
+      }
+      for (; i < size; ++i) {
+        sum[i] += g[i] * in[i] * r;
+        product += g[i] * in[i] * (weight[i] + 1.0f);
+      }
+      const float mean = (product + horizontal_sum(products)) / size * r * r;
+      for (i = 0; i + kWidth <= size; i += kWidth) {
+        const vf u = load_unaligned(g + i) * (load_unaligned(weight + i) + 1.0f);
+        store_unaligned(out + i, (u - load_unaligned(in + i) * mean) * r);
+      }
+      for (; i < size; ++i) out[i] = (g[i] * (weight[i] + 1.0f) - in[i] * mean) * r;
+    }
+  });
+  for (int64_t i = 0; i < size; ++i) {
+    float total = 0;
+    for (int64_t block = 0; block < blocks; ++block) total += sums[block * size + i];
+    dweight[i] = total;
+  }
+}
+
+// gelu(x) = x s, s = (1 + tanh(z)) / 2 = 1 / (1 + 2^(-2 z log2(e))), z = sqrt(2 / pi) (x + 0.044715 x^3).
+constexpr float kGeluScale = 0.797884560802865356f, kGeluCubic = 0.044715f;
+
+inline vf gelu_share(vf x) {
+  const vf z = x * (x * x * (kGeluScale * kGeluCubic) + kGeluScale);
+  // Beyond this s is 0 or 1 in float32; exp2 is defined up to 127.
+  const vf exponent = min(z * (-2.0f * kLog2e), splat(126.0f));
+  return 1.0f / (exp2(exponent) + 1.0f);
+}
+
+inline vf gelu_slope(vf x, vf share) {
+  const vf dz = x * x * (3.0f * kGeluScale * kGeluCubic) + kGeluScale;
+  return share + x * share * (1.0f - share) * dz * 2.0f;
+}
+
+// Calls body(offset, count) for the vectors of a long row; only a task's last one may be shorter.
+template <class Body>
+inline void for_vectors(int64_t count, const Parallel& threads, const Body& body) {
+  threads.run((count + kEntryBlock - 1) / kEntryBlock, [&](int64_t block) {
+    const int64_t end = std::min(count, (block + 1) * kEntryBlock);
+    int64_t i = block * kEntryBlock;
+    for (; i + kWidth <= end; i += kWidth) body(i, kWidth);
+    if (i < end) body(i, end - i);
+  });
+}
+
+inline vf load_some(const float* p, int64_t count) {
+  if (count == kWidth) return load_unaligned(p);
+  vf x = vf{};
+  for (int64_t i = 0; i < count; ++i) x[i] = p[i];
+  return x;
+}
+
+inline void store_some(float* p, vf x, int64_t count) {
+  if (count == kWidth) return store_unaligned(p, x);
+  for (int64_t i = 0; i < count; ++i) p[i] = x[i];
+}
+
+inline void geglu(const float* gate, const float* up, int64_t count, float* out,
+                  const Parallel& threads) {
+  for_vectors(count, threads, [&](int64_t i, int64_t n) {
+    const vf x = load_some(gate + i, n);
+    store_some(out + i, x * gelu_share(x) * load_some(up + i, n), n);
+  });
+}
+
+inline void geglu_backward(const float* gradient, const float* gate, const float* up, int64_t count,
+                           float* dgate, float* dup, const Parallel& threads) {
+  for_vectors(count, threads, [&](int64_t i, int64_t n) {
+    const vf g = load_some(gradient + i, n), x = load_some(gate + i, n), u = load_some(up + i, n);
+    const vf share = gelu_share(x);
+    store_some(dup + i, g * x * share, n);
+    store_some(dgate + i, g * u * gelu_slope(x, share), n);
+  });
+}
+
+}  // namespace mosar

@@ -1,0 +1,59 @@
+"""The published setting: its size, and one real step of it in bounded memory."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from mosar.model.decoder import Decoder
+from mosar.training.config import resolve_config
+
+GIB = 2**30
+
+
+def paper(variant="mosar", *changes):
+    return resolve_config(variant=variant, preset="paper", data="data", changes=changes)
+
+
+def test_the_setting():
+    config = paper("rope")
+    assert config.tokens_per_step == 8 * 2048 and config.train.steps == 610_000
+    assert (config.train.learning_rate, config.train.min_learning_rate) == (3e-4, 3e-5)
+    assert config.train.warmup_steps == 100
+    assert config.model.query_pre_attn_scalar == config.model.head_dim == 256
+    with torch.device("meta"):
+        decoder = Decoder(config.model, config.attention)
+    assert sum(p.numel() for p in decoder.parameters()) == 800_138_240
+    embedding = decoder.embedding.weight.numel()
+    assert sum(p.numel() for p in decoder.parameters()) - embedding == 537_994_240
+
+
+STEP = """
+import json, sys
+from pathlib import Path
+from mosar.training.config import resolve_config
+from mosar.training.loop import train
+
+folder, out = map(Path, sys.argv[1:])
+changes = ["train.steps=1", "train.decay_steps=610000", "train.eval_batches=1"]
+config = resolve_config(variant="mosar", preset="paper", data=folder, changes=changes)
+result = train(config, out, progress=False)
+status = Path("/proc/self/status").read_text().splitlines()
+peak = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
+print(json.dumps({"step": result.step, "loss": result.loss, "peak": peak}))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
+def test_one_real_step_within_20_gib(tmp_path, dataset):
+    command = [sys.executable, "-c", STEP, str(dataset), str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["step"] == 1 and 12 < result["loss"] < 13
+    assert result["peak"] < 20 * GIB
+    print(f"peak {result['peak'] / GIB:.1f} GiB")
