@@ -7,7 +7,7 @@ TORCH := torch==2.13.0
 STAMP := $(VENV)/.mosar-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test check bench figures clean
+.PHONY: help setup reproduce test check bench figures clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -24,6 +24,9 @@ $(STAMP): pyproject.toml requirements/lock.txt
 	$(PIP) '$(TORCH)'
 	$(PIP) '$(TORCH)' -e '.[data,dev,hf,report,tensorboard]'
 	@touch $@
+
+reproduce: setup ## train and evaluate all eight variants, quick preset: runs/quick/report; about 15 minutes
+	$(VENV)/bin/mosar reproduce --preset quick --out runs/quick
 
 test: setup ## run the tests (all but those marked slow)
 	$(PY) -m pytest -q -n auto -m 'not slow'

@@ -40,6 +40,9 @@ COMMANDS = [
     ("bench", "train"),
     ("prepare",),
     ("train",),
+    ("reproduce",),
+    ("evaluate",),
+    ("report",),
 ]
 
 

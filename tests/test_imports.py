@@ -27,7 +27,7 @@ HEAVY = ("transformers", "matplotlib", "triton", "typer", "rich")
 MAY_IMPORT = {
     "core": {"torch", "mosar.core"},
     "kernels": {"torch", "triton", "mosar.core", "mosar.kernels"},
-    "report": {"torch", "matplotlib", "mosar.core", "mosar.records"},
+    "report": {"torch", "matplotlib", "rich", "mosar.core", "mosar.records", "mosar.report"},
     "data": {
         *("torch", "numpy", "rich", "tokenizers", "datasets", "pyarrow"),
         *("mosar.data", "mosar.version"),
@@ -38,6 +38,17 @@ MAY_IMPORT = {
     },
     "training": {
         *("torch", "numpy", "rich", "safetensors", "mosar.core", "mosar.data"),
+        *("mosar.geometries", "mosar.model", "mosar.records", "mosar.training"),
+    },
+    "evaluation": {
+        *("torch", "numpy", "rich", "mosar.attention", "mosar.core", "mosar.data"),
+        *("mosar.evaluation", "mosar.geometries", "mosar.model", "mosar.records"),
+        # What a run folder holds, never how it was trained.
+        *("mosar.training.batches", "mosar.training.checkpoints", "mosar.training.config"),
+        *("mosar.training.errors", "mosar.training.run_folder"),
+    },
+    "experiments": {
+        *("torch", "rich", "mosar.data", "mosar.evaluation", "mosar.experiments"),
         *("mosar.geometries", "mosar.model", "mosar.records", "mosar.training"),
     },
     "bench": {

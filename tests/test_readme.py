@@ -77,13 +77,13 @@ def make_tiny(arguments):
         elif option == "--labels" and path.suffix == ".npz":
             np.savez(path, labels_q=np.zeros(40, dtype=int), labels_k=np.zeros(40, dtype=int))
     # What is said last counts.
-    tiny = "--lengths 40 --memory none --seconds 0.001 " + TINY_BENCHMARKS[arguments[1]]
+    tiny = "--lengths 40 --seconds 0.001 " + TINY_BENCHMARKS[arguments[1]]
     return [*arguments, *tiny.split()]
 
 
 TINY_BENCHMARKS = {
-    "attention": "--shapes 2x1x8 --competitors sdpa,ours",
-    "train": "--preset smoke",
+    "attention": "--shapes 2x1x8 --competitors sdpa,ours --memory none",
+    "train": "--preset smoke --memory none",
 }
 
 

@@ -6,10 +6,12 @@ follows from them, written for readers of the file and computed again when it is
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
 import platform
+import re
 import statistics
 import subprocess
 from dataclasses import asdict, dataclass, field, fields
@@ -272,6 +274,88 @@ class AttentionBenchmark(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DecodeBenchmark(Record):
+    """One row of `mosar bench decode`: one step's attention at one length of context."""
+
+    kind: ClassVar[str] = "bench.decode"
+    heads: int
+    kv_heads: int
+    head_dim: int
+    length: int
+    """Tokens of context of the last step."""
+    steps: int
+    """Steps of a pass; a sample is their mean."""
+    labels: str
+    """Where they come from: "independent", "clustered" or a file's name."""
+    seed: int
+    keys_read: float
+    """Keys inside the support of a step's query, on average."""
+    allocated_bytes: int
+    """What the regime cache holds of memory after the last step."""
+    used_bytes: int
+    """What of it the stored tokens take."""
+    dense_bytes: int
+    """Keys and values of all tokens."""
+    dense_form: str
+    """How SDPA was called: "grouped", "gqa" or "expanded"; "none": it was not."""
+    checks: dict[str, ErrorCheck]
+    """"out"."""
+    measurements: dict[str, Measurement]
+    """By competitor, "sdpa" and "ours"; milliseconds a step."""
+
+    @property
+    def shape(self) -> str:
+        return f"{self.heads}x{self.kv_heads}x{self.head_dim}"
+
+    @property
+    def correct(self) -> bool:
+        return all(check.passed for check in self.checks.values())
+
+    def median_ms(self, competitor: str) -> float | None:
+        return self.measurements.get(competitor, Measurement()).median_ms
+
+    @property
+    def speedup(self) -> float | None:
+        """Times faster than SDPA; None where ours is wrong or one was not timed."""
+        dense, ours = self.median_ms("sdpa"), self.median_ms("ours")
+        return dense / ours if self.correct and dense and ours else None
+
+    @property
+    def memory_ratio(self) -> float:
+        """Allocated bytes over the dense ones."""
+        return self.allocated_bytes / self.dense_bytes
+
+    def gigabytes_per_second(self, competitor: str) -> float | None:
+        """Keys and values that a step must read, over its time."""
+        time = self.median_ms(competitor)
+        share = self.keys_read / self.length if competitor == "ours" else 1.0
+        return share * self.dense_bytes / (time * 1e6) if time else None
+
+    def derived(self) -> dict[str, Any]:
+        return {
+            "correct": self.correct,
+            "median_ms": {name: m.median_ms for name, m in self.measurements.items()},
+            "min_ms": {name: m.min_ms for name, m in self.measurements.items()},
+            "speedup": self.speedup,
+            "memory_ratio": self.memory_ratio,
+            "gigabytes_per_second": {
+                name: self.gigabytes_per_second(name) for name in self.measurements
+            },
+        }
+
+    @classmethod
+    def from_fields(cls, values: dict[str, Any]) -> Self:
+        check_fields(cls, values)
+        nested: dict[str, Any] = {
+            "checks": {name: ErrorCheck.from_fields(v) for name, v in values["checks"].items()},
+            "measurements": {
+                name: Measurement.from_fields(v) for name, v in values["measurements"].items()
+            },
+        }
+        return cls(**values | nested)
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainingBenchmark(Record):
     """One row of `mosar bench train`: one model size and length, everybody's training step."""
 
@@ -344,6 +428,13 @@ class TrainingBenchmark(Record):
         return cls(**values | nested)
 
 
+def _word(text: str) -> str:
+    """A value as part of a file's name; what does not fit there is named by its hash."""
+    if re.fullmatch(r"[\w.+-]{1,40}", text):
+        return text
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Cell:
     """Which cell of an experiment a record belongs to."""
@@ -357,7 +448,7 @@ class Cell:
     @property
     def name(self) -> str:
         """Also the name of its folder and file."""
-        axis = "".join(f"-{key}={value}" for key, value in self.grid.items())
+        axis = "".join(f"-{key}={_word(str(value))}" for key, value in self.grid.items())
         return f"{self.variant}-seed{self.seed}{axis}"
 
     @classmethod
@@ -495,6 +586,7 @@ _KINDS: dict[str, type[Record]] = {
     cls.kind: cls
     for cls in (
         AttentionBenchmark,
+        DecodeBenchmark,
         TrainingBenchmark,
         TrainingRecord,
         EvaluationRecord,

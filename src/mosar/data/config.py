@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from numbers import Integral
+from typing import Literal, get_args
+
+Task = Literal["text", "passkey", "recall"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +19,9 @@ class DataConfig:
     isolate_documents: bool = False
     """Attention stays within a document; otherwise it crosses them, as in a plain packed stream."""
     seed: int = 0
-    """Of the order of the windows; every epoch has another one."""
+    """Of the order of the windows; every epoch has another one. Of a task, of its windows."""
+    task: Task = "text"
+    """"text" reads `folder`; "passkey" and "recall" make their windows (see tasks.py)."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.folder, (str, os.PathLike)) or not os.fspath(self.folder):
@@ -29,3 +34,7 @@ class DataConfig:
         if not isinstance(self.seed, Integral) or isinstance(self.seed, bool) or self.seed < 0:
             raise ValueError(f"seed must be an integer >= 0, got {self.seed!r}")
         object.__setattr__(self, "seed", int(self.seed))
+        if self.task not in get_args(Task):
+            raise ValueError(f"task must be one of {get_args(Task)}, got {self.task!r}")
+        if self.task != "text" and self.isolate_documents:
+            raise ValueError(f"isolate_documents must be false where task is {self.task!r}")

@@ -23,22 +23,22 @@ from mosar.core.regimes import RegimeKernel, pair_geometry
 from mosar.records import AttentionBenchmark
 
 FORMATS = ("png", "svg", "pdf")
-_INK, _MUTED, _FLOOR, _GRID = "#1f2430", "#6b7280", "#9ca3af", "#e5e7eb"
+INK, MUTED, _FLOOR, GRID = "#1f2430", "#6b7280", "#9ca3af", "#e5e7eb"
 # The six pairs of three regimes, SS to GG; dark enough on white, apart in hue and lightness.
 _COLOURS = ("#e0457b", "#f2913d", "#c9b200", "#2f9e6e", "#2f86c9", "#5b3fa8")
-_STYLE: dict[Any, Any] = {
-    "axes.edgecolor": _MUTED,
+STYLE: dict[Any, Any] = {
+    "axes.edgecolor": MUTED,
     "axes.facecolor": "#ffffff",
-    "axes.labelcolor": _INK,
+    "axes.labelcolor": INK,
     "axes.linewidth": 0.8,
     "figure.facecolor": "#ffffff",
     "font.family": "DejaVu Sans",
     "font.size": 10.5,
     "mathtext.fontset": "dejavusans",
     "svg.hashsalt": "mosar",
-    "xtick.color": _MUTED,
-    "ytick.color": _MUTED,
-    "text.color": _INK,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "text.color": INK,
 }
 
 
@@ -51,7 +51,7 @@ def draw_decay_kernels(config: MoSARConfig, max_distance: int | None = None) -> 
         max_distance = math.ceil(float(pair_geometry(config).reach.max()) * 1.125)
     if max_distance < 1:
         raise ValueError(f"max_distance must be >= 1, got {max_distance}")
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         figure = Figure(figsize=(9.6, 3.9), layout="constrained")
         axes = figure.add_subplot()
         _draw_gates(axes, config, max_distance)
@@ -61,7 +61,7 @@ def draw_decay_kernels(config: MoSARConfig, max_distance: int | None = None) -> 
         axes.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0", "", "0.5", "", "1"])
         axes.set_xlabel("distance  $d = i - j$  (ticks at the reaches)")
         axes.set_ylabel("gate  $g_{mn}(d)$")
-        axes.grid(axis="y", color=_GRID, linewidth=0.8)
+        axes.grid(axis="y", color=GRID, linewidth=0.8)
         axes.set_axisbelow(True)
         axes.spines["left"].set_bounds(0, 1)
         axes.spines[["top", "right"]].set_visible(False)
@@ -76,7 +76,7 @@ def draw_decay_kernels(config: MoSARConfig, max_distance: int | None = None) -> 
             labelspacing=0.6,
             alignment="left",
         )
-        legend.get_title().set(color=_MUTED, fontsize=10)
+        legend.get_title().set(color=MUTED, fontsize=10)
     return figure
 
 
@@ -86,7 +86,7 @@ def render_figure(figure: Figure, file_format: str, dpi: int = 200) -> bytes:
         raise ValueError(f"a figure's format must be one of {FORMATS}, got {file_format!r}")
     dates = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
     buffer = io.BytesIO()
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         figure.savefig(buffer, format=file_format, dpi=dpi, metadata=dates.get(file_format))
     return buffer.getvalue()
 
@@ -161,7 +161,7 @@ def _draw_floor(axes: Axes, config: MoSARConfig, max_distance: int) -> None:
         xytext=(0, 6),
         textcoords="offset points",
         ha="right",
-        color=_MUTED,
+        color=MUTED,
         fontsize=9.5,
     )
 
@@ -201,7 +201,7 @@ def draw_speedup(records: Sequence[AttentionBenchmark]) -> Figure:
     if not records:
         raise ValueError("there is no speed-up to draw: no record has one")
     modes = list(dict.fromkeys(record.mode for record in records))
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         figure = Figure(figsize=(6.6 * len(modes), 4.4), layout="constrained")
         for index, mode in enumerate(modes):
             axes = figure.add_subplot(1, len(modes), index + 1)
@@ -230,7 +230,7 @@ def _draw_speedup_panel(axes: Axes, records: list[AttentionBenchmark]) -> None:
     axes.plot(
         lengths,
         [ideal[n] for n in lengths],
-        color=_INK,
+        color=INK,
         linewidth=1.4,
         linestyle=(0, (4, 3)),
         gid="ideal",
@@ -248,7 +248,7 @@ def _draw_speedup_panel(axes: Axes, records: list[AttentionBenchmark]) -> None:
     axes.set_ylabel("speed-up over dense SDPA")
     labels = "" if records[0].labels == "none" else f", labels: {records[0].labels}"
     axes.set_title(f"{records[0].mode}{labels}", loc="left", fontsize=11)
-    axes.grid(color=_GRID, linewidth=0.8)
+    axes.grid(color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="upper left", fontsize=9.5)

@@ -25,7 +25,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
+
+from mosar.training.errors import TrainingError
 
 SCHEMA_VERSION = 1
 MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
@@ -230,6 +232,17 @@ def _seal(content: Mapping[str, Any]) -> str:
 
 def is_disk_full(error: OSError) -> bool:
     return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def load_parameters(model: nn.Module, checkpoint: Checkpoint) -> None:
+    """Copies the parameters of a checkpoint into a model of the same shape."""
+    saved = checkpoint.model()
+    names = dict(model.named_parameters())
+    if saved.keys() != names.keys():
+        raise TrainingError(f"{checkpoint.path} has other parameters than the model")
+    with torch.no_grad():
+        for name, parameter in names.items():
+            parameter.copy_(saved[name])
 
 
 def optimizer_tensors(

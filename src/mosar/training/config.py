@@ -20,6 +20,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, TypeGuard, Union, get_args, get_origin, get_type_hints
 
 from mosar.data.config import DataConfig
+from mosar.data.tasks import TASKS
 from mosar.geometries import VARIANTS, AttentionConfig
 from mosar.model.config import ModelConfig
 from mosar.training.presets import PRESETS
@@ -156,7 +157,10 @@ class RunConfig:
             raise ValueError(f"a run's configuration lacks {missing} and has unknown {unknown}")
         given: dict[str, Any] = {name: str(values.get(name, "")) for name in _LABELS}
         for name, kind in SECTIONS.items():
-            given[name] = _decode(kind, values[name], name)
+            section = values[name]
+            if isinstance(section, dict):
+                section = {**_ADDED.get(name, {}), **section}
+            given[name] = _decode(kind, section, name)
         return cls(**given)
 
     def flat(self) -> dict[str, Any]:
@@ -171,7 +175,12 @@ class RunConfig:
     def fingerprint(self) -> str:
         """A hash of the keys that decide the result, up to the order of sums and the last step."""
         excluded = {*NEUTRAL, *ROUNDING, "train.steps"}
-        decisive = {key: value for key, value in self.flat().items() if key not in excluded}
+        added = {f"{name}.{key}": v for name, keys in _ADDED.items() for key, v in keys.items()}
+        decisive = {
+            key: value
+            for key, value in self.flat().items()
+            if key not in excluded and not (key in added and added[key] == value)
+        }
         decisive["windows_per_step"] = self.train.windows_per_step
         return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
 
@@ -183,6 +192,8 @@ SECTIONS: dict[str, type] = {
     "train": TrainConfig,
 }
 _LABELS = ("variant", "preset")
+# Keys that older run folders lack, with what their absence means; there they change no fingerprint.
+_ADDED: dict[str, dict[str, Any]] = {"data": {"task": "text"}}
 # Keys that change what is recorded and kept, never the parameters (data is known by its contents).
 NEUTRAL = frozenset(
     {
@@ -229,6 +240,10 @@ def resolve_config(
         for field in fields(VARIANTS[variant])
     }
     values |= {**PRESETS[preset], "data.folder": str(data), **parse_changes(changes)}
+    task = values.get("data.task", DataConfig().task)
+    if task != "text":
+        # A task needs no folder, and has a vocabulary of its own.
+        vocab_size = TASKS[task](values["model.max_length"]).vocab_size
     if "model.vocab_size" not in values:
         values["model.vocab_size"] = vocab_size or _vocab_size(values["data.folder"])
     return _assemble(values, {"variant": variant, "preset": preset})

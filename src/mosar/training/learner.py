@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mosar.model.decoder import Decoder
-from mosar.training.batches import Batches
+from mosar.training.batches import Batches, TaskBatches
 from mosar.training.config import RunConfig
 from mosar.training.errors import NonFiniteError
 from mosar.training.objective import Objective, Terms
@@ -31,12 +31,14 @@ class Learner:
     decoder: Decoder
     optimizer: torch.optim.Optimizer
     objective: Objective
-    batches: Batches
+    batches: Batches | TaskBatches
     names: dict[Tensor, str]
     """The name of each parameter."""
 
     @classmethod
-    def build(cls, config: RunConfig, batches: Batches, *, initialise: bool = True) -> Learner:
+    def build(
+        cls, config: RunConfig, batches: Batches | TaskBatches, *, initialise: bool = True
+    ) -> Learner:
         decoder = Decoder(config.model, config.attention)
         if initialise:
             decoder.init_weights(config.train.seed)
@@ -73,11 +75,11 @@ def update(learner: Learner, step: int, stop: StopRequest | None = None) -> dict
         group["lr"] = rate
     optimizer.zero_grad(set_to_none=True)
     mean = Mean()
-    for tokens, segments in learner.batches.of_step(step):
+    for tokens, *rest in learner.batches.of_step(step):
         if stop:
             return None
         with autocast(config.train):
-            terms = learner.objective(learner.decoder, tokens, segments, step=step)
+            terms = learner.objective(learner.decoder, tokens, *rest, step=step)
         (terms.loss / config.train.accumulation).backward()
         mean.add(terms)
     line = _line(learner, step, "train", mean)
@@ -90,9 +92,9 @@ def update(learner: Learner, step: int, stop: StopRequest | None = None) -> dict
 def evaluate(learner: Learner, step: int) -> dict[str, Any]:
     """The line of the metrics for the validation windows, after update number `step`."""
     mean = Mean()
-    for tokens, segments in learner.batches.of_evaluation():
+    for tokens, *rest in learner.batches.of_evaluation():
         with autocast(learner.config.train):
-            mean.add(learner.objective(learner.decoder, tokens, segments, step=step), len(tokens))
+            mean.add(learner.objective(learner.decoder, tokens, *rest, step=step), len(tokens))
     return _line(learner, step, "valid", mean)
 
 

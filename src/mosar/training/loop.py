@@ -20,11 +20,10 @@ from typing import Any
 
 import torch
 
-from mosar.model.decoder import Decoder
 from mosar.records import environment
 from mosar.training import checkpoints
-from mosar.training.batches import Batches
-from mosar.training.checkpoints import Checkpoint, DamagedCheckpoint
+from mosar.training.batches import Batches, TaskBatches, open_batches
+from mosar.training.checkpoints import Checkpoint, DamagedCheckpoint, load_parameters
 from mosar.training.config import RunConfig
 from mosar.training.errors import NonFiniteError, TrainingError, TrainingInterrupted
 from mosar.training.learner import Learner, evaluate, update
@@ -61,12 +60,18 @@ class TrainResult:
 
 
 def train(
-    config: RunConfig, out: Path | str, *, progress: bool = True, resume: bool = True
+    config: RunConfig,
+    out: Path | str,
+    *,
+    progress: bool = True,
+    resume: bool = True,
+    reporter: Reporter | None = None,
 ) -> TrainResult:
     """Trains into the run folder `out`, going on from its newest checkpoint if there is one.
 
     With `resume` off, a folder that holds a run is refused. A TrainingError says what stopped the
-    run; SIGINT and SIGTERM save first and raise TrainingInterrupted.
+    run; SIGINT and SIGTERM save first and raise TrainingInterrupted. `reporter` shows the run
+    instead of the usual bar.
     """
     out = Path(out)
     if has_run(out) and not resume:
@@ -75,8 +80,8 @@ def train(
     check_tensorboard(config)
     with _disk_errors(out), locked(out), stop_requests() as stop, torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.train.seed)
-        batches = Batches(config)
-        reporter = Reporter(config.train.steps, progress=progress)
+        batches = open_batches(config)
+        reporter = reporter or Reporter(config.train.steps, progress=progress)
         checkpoint = _open_run(config, out, batches, reporter)
         learner = Learner.build(config, batches, initialise=checkpoint is None)
         if checkpoint is not None:
@@ -166,7 +171,7 @@ def save(learner: Learner, out: Path, step: int, metrics: MetricsFile | None = N
 
 
 def _open_run(
-    config: RunConfig, out: Path, batches: Batches, reporter: Reporter
+    config: RunConfig, out: Path, batches: Batches | TaskBatches, reporter: Reporter
 ) -> Checkpoint | None:
     """Makes `out` the folder of this run; the checkpoint to go on from, None at the beginning."""
     folder, fingerprint = out / CHECKPOINTS, batches.fingerprint()
@@ -207,17 +212,6 @@ def _restore(learner: Learner, checkpoint: Checkpoint, reporter: Reporter) -> No
     ]
     if changed:
         reporter.say(f"{', '.join(changed)}: the last bits may differ from a run in one go")
-
-
-def load_parameters(decoder: Decoder, checkpoint: Checkpoint) -> None:
-    """Copies the parameters of a checkpoint into a decoder of the same shape."""
-    saved = checkpoint.model()
-    names = dict(decoder.named_parameters())
-    if saved.keys() != names.keys():
-        raise TrainingError(f"{checkpoint.path} has other parameters than the model")
-    with torch.no_grad():
-        for name, parameter in names.items():
-            parameter.copy_(saved[name])
 
 
 def _interrupted(

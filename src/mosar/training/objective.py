@@ -1,6 +1,6 @@
 """The objective: L = L_LM + lambda(t) L_cost, and its gradient without all logits at once.
 
-    L_LM      mean cross-entropy of the next token
+    L_LM      mean cross-entropy of the next token (of a task: where it is an answer)
     L_cost    ½ E[pi_Q·c + pi_K·c] over batch, layers and tokens: the expected reach
     lambda(t) grows linearly to `attention.cost_weight` over `attention.cost_warmup` steps
 
@@ -53,15 +53,28 @@ class Objective:
         return self.cost_weight_end * step / self.cost_warmup
 
     def __call__(
-        self, decoder: Decoder, tokens: Tensor, segment_ids: Tensor | None, *, step: int
+        self,
+        decoder: Decoder,
+        tokens: Tensor,
+        segment_ids: Tensor | None,
+        scored: Tensor | None = None,
+        *,
+        step: int,
     ) -> Terms:
-        """The terms of tokens [B, T + 1], segment_ids [B, T] or None."""
+        """The terms of tokens [B, T + 1], segment_ids [B, T] or None.
+
+        scored [B, T] bool: the targets that count, the others cost nothing; None: all of them.
+        """
         checkpoint = self.checkpoint_activations and torch.is_grad_enabled()
         output = decoder(tokens[:, :-1], segment_ids=segment_ids, checkpoint_activations=checkpoint)
+        hidden, targets = output.hidden.flatten(0, 1), tokens[:, 1:].flatten()
+        if scored is not None:
+            chosen = scored.flatten().nonzero()[:, 0]
+            hidden, targets = hidden[chosen], targets[chosen]
         lm_loss = linear_cross_entropy(
-            output.hidden.flatten(0, 1),
+            hidden,
             decoder.embedding.weight,
-            tokens[:, 1:].flatten(),
+            targets,
             softcap=self.softcap,
             chunk=self.loss_chunk,
         )

@@ -51,6 +51,11 @@ def read_config(folder: Path) -> RunConfig:
     return _read(folder)[0]
 
 
+def read_data_fingerprint(folder: Path) -> str:
+    """The fingerprint of the data that a run was made with."""
+    return _read(folder)[1]
+
+
 def has_run(folder: Path) -> bool:
     return (folder / CONFIG).exists()
 
@@ -88,7 +93,13 @@ def check_same_run(
     saved, saved_fingerprint = _read(folder)
     old, new = saved.flat(), config.flat()
     differing = {key for key in new if old.get(key) != new[key]}
-    if data_fingerprint != saved_fingerprint:
+    # Another task is said below, as a key that differs.
+    if data_fingerprint != saved_fingerprint and config.data.task == saved.data.task:
+        if config.data.task != "text":
+            raise TrainingError(
+                f"{folder} learnt {config.data.task} from windows that this version does not make "
+                "any more; give another --out"
+            )
         raise TrainingError(
             f"{folder} was trained on other data than {config.data.folder} holds now; give the "
             "data it was made with, or another --out"

@@ -1,0 +1,192 @@
+"""Synthetic tasks of retrieval: windows made when they are asked for, each from its name alone.
+
+    passkey   … filler … KEY a b c d … filler … ASK a b c d      say the key again
+    recall    … k v … k' v' … filler … k' v' … filler … k v …    each key's value, once more
+
+Only the answers count: the key after ASK, the value after a key that was there before. Distances
+run from the token that has to answer to what it has to find, and every octave (2^(i-1), 2^i] of
+them is as likely as any other: short links are learnt from, long ones stay rare per token.
+
+Shapes: B windows, L inputs each, A answers a window, K tokens an answer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+VERSION = 1
+"""Of the windows; a change to what is made must change it."""
+_FILLERS = 32
+
+
+class TaskWindows(NamedTuple):
+    """Some windows of a task, and what is asked in them."""
+
+    tokens: Tensor
+    """[B, L + 1] int64: inputs are [:, :-1], targets [:, 1:]."""
+    answers: Tensor
+    """[B, A, K] int64: the inputs that have to answer; each predicts the token after it."""
+    distances: Tensor
+    """[B, A] int64: from the first of them back to what it has to find."""
+
+    @property
+    def scored(self) -> Tensor:
+        """[B, L] bool: the inputs that have to answer."""
+        scored_BL = torch.zeros(len(self.tokens), self.tokens.shape[1] - 1, dtype=torch.bool)
+        return scored_BL.scatter_(1, self.answers.flatten(1), True)
+
+
+class Task(Protocol):
+    """A task for models that train on windows of `train_length` inputs."""
+
+    name: str
+    vocab_size: int
+    answers: int
+    """A: answers in a window, of whatever length."""
+    shortest: int
+    """The least length of a window."""
+    chance: float
+    """The share of right answers of who picks among the symbols that a window holds."""
+
+    def __init__(self, train_length: int) -> None: ...
+
+    def window(
+        self, draws: Draws, length: int, *, practice: bool
+    ) -> tuple[NDArray, NDArray, NDArray]:
+        """Tokens [length + 1], answers [A, K] and distances [A] of one window.
+
+        practice: one to learn from, which may be an easier one.
+        """
+        ...
+
+
+class Passkey:
+    """A key of four symbols hidden in filler, to be said again at the end."""
+
+    name = "passkey"
+    answers = 1
+    symbols, size = 32, 4
+    key_mark, ask_mark = 0, 1
+
+    def __init__(self, train_length: int) -> None:
+        self.vocab_size = 2 + self.symbols + _FILLERS
+        self.shortest = 4 * self.size
+        self.chance = float(self.size) ** -self.size
+
+    def window(
+        self, draws: Draws, length: int, *, practice: bool
+    ) -> tuple[NDArray, NDArray, NDArray]:
+        key = 2 + draws.many(self.symbols, self.size)
+        tokens = 2 + self.symbols + draws.many(_FILLERS, length + 1)
+        ask = length - self.size
+        distance = draws.distance(self.size, ask - 1)
+        start = ask - distance - 1
+        tokens[start : start + self.size + 1] = [self.key_mark, *key]
+        tokens[ask:] = [self.ask_mark, *key]
+        return tokens, ask + np.arange(self.size)[None], np.array([distance])
+
+
+class Recall:
+    """Associative recall with many queries: keys with their values, each asked for once later.
+
+    There is a pair to 16 inputs of a training window, and as many in a window of any length. To
+    learn from, there are also windows of 1, 2, 4 … pairs, which are told and asked for repeatedly.
+    """
+
+    name = "recall"
+    values = 32
+
+    def __init__(self, train_length: int) -> None:
+        self.answers = max(train_length // 16, 1)
+        self.keys = 4 * self.answers
+        self.vocab_size = self.keys + self.values + _FILLERS
+        # So that pairs and questions take half of the places at most.
+        self.shortest = 8 * self.answers
+        self.chance = 1 / min(self.answers, self.values)
+
+    def window(
+        self, draws: Draws, length: int, *, practice: bool
+    ) -> tuple[NDArray, NDArray, NDArray]:
+        tokens = self.keys + self.values + draws.many(_FILLERS, length + 1)
+        pairs = self.answers
+        if practice:
+            # Nobody finds one pair among many who has not found one among few.
+            octaves = (self.answers - 1).bit_length() + 1
+            pairs = min(1 << draws.below(octaves), self.answers)
+        pair = np.arange(self.answers) % pairs
+        keys = draws.order(self.keys)[pair]
+        values = self.keys + draws.many(self.values, self.answers)[pair]
+        free = np.ones(length // 2, dtype=bool)
+        places = np.array([_place(draws, free) for _ in range(self.answers)])
+        for at in places.T:
+            tokens[2 * at], tokens[2 * at + 1] = keys, values
+        told, asked = places.T
+        return tokens, 2 * asked[:, None], 2 * (asked - told) - 1
+
+
+def _place(draws: Draws, free: NDArray[np.bool_]) -> tuple[int, int]:
+    """Takes two free places, by a drawn distance."""
+    while True:
+        distance = draws.distance(1, len(free) - 1)
+        starts = np.flatnonzero(free[:-distance] & free[distance:])
+        if len(starts):
+            start = int(starts[draws.below(len(starts))])
+            free[[start, start + distance]] = False
+            return start, start + distance
+
+
+TASKS: dict[str, type[Task]] = {task.name: task for task in (Passkey, Recall)}
+
+
+def make_windows(
+    task: Task, indices: Iterable[int], length: int, *, split: str, seed: int = 0
+) -> TaskWindows:
+    """The windows of these numbers: the same for the same task, length, split and seed."""
+    if length < task.shortest:
+        raise ValueError(f"length must be at least {task.shortest} for {task.name}, got {length}")
+    made = [
+        task.window(
+            Draws(f"{VERSION}/{task.name}/{split}/{seed}/{length}/{index}"),
+            length,
+            practice=split == "train",
+        )
+        for index in indices
+    ]
+    return TaskWindows(
+        *(torch.from_numpy(np.stack(part)).long() for part in zip(*made, strict=True))
+    )
+
+
+class Draws:
+    """Random numbers that follow from a name; integers only, the same on every machine."""
+
+    def __init__(self, name: str) -> None:
+        digest = hashlib.blake2b(name.encode(), digest_size=16).digest()
+        # Of numpy only the bits, which do not change with its version as distributions may.
+        self._bits = np.random.Philox(key=int.from_bytes(digest, "little"))
+
+    def below(self, limit: int) -> int:
+        """An integer in [0, limit)."""
+        return int(self._bits.random_raw()) % limit
+
+    def many(self, limit: int, count: int) -> NDArray[np.int64]:
+        """`count` integers in [0, limit)."""
+        return (self._bits.random_raw(count) % np.uint64(limit)).astype(np.int64)
+
+    def order(self, size: int) -> NDArray[np.int64]:
+        """A permutation of [0, size)."""
+        return np.argsort(self._bits.random_raw(size), kind="stable")
+
+    def distance(self, least: int, most: int) -> int:
+        """In [least, most]: an octave (2^(i-1), 2^i] that has some of it, then one of these."""
+        first, last = ((bound - 1).bit_length() for bound in (least, most))
+        octave = first + self.below(last - first + 1)
+        low, high = max((1 << octave >> 1) + 1, least), min(1 << octave, most)
+        return low + self.below(high - low + 1)

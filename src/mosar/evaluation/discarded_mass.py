@@ -1,0 +1,97 @@
+"""The discarded mass: the share of a row's attention that `top1` has outside of the support.
+
+    mass = 1 - sum_{j in Omega} p_j = 1 - exp(lse_sparse - lse_top1);  |p_sparse - p_top1| = 2 mass
+
+Both log-sum-exps are of the same queries and keys, those of a pass with top-1 routing; no n x n
+tensor is made. The mean and the worst row are exact; the 95th percentile is read from a histogram.
+
+Shapes: B windows, H heads, T queries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mosar.attention import Routing, mosar_attention
+from mosar.core.routers import top1_routing
+from mosar.geometries import Attended, LayerRouting, MoSAR
+
+# Masses below the least count as it; each bin is 0.1 % wider than the one before.
+_LEAST, _BINS = 1e-9, 20_000
+
+
+def discarded_mass(
+    geometry: MoSAR, q: Tensor, k: Tensor, v: Tensor, routed: LayerRouting, options: dict[str, Any]
+) -> Tensor:
+    """[B, H, T] float64, of what `attend` of one layer was given."""
+    pi_q, pi_k = top1_routing(routed.query.logits), top1_routing(routed.key.logits)
+    top1, sparse = (
+        mosar_attention(
+            q, k, v, pi_q, pi_k, geometry.config, routing=routing, return_lse=True, **options
+        )[1].double()
+        for routing in ("top1", "sparse")
+    )
+    return -torch.expm1((sparse - top1).clamp_max(0.0))
+
+
+class MassTally:
+    """Sums over the rows (windows, heads, queries) of one layer."""
+
+    def __init__(self) -> None:
+        self._rows, self._sum, self._worst = 0, 0.0, 0.0
+        self._histogram = torch.zeros(_BINS, dtype=torch.int64)
+
+    def add(self, mass: Tensor) -> None:
+        mass = mass.flatten().cpu()
+        self._rows += mass.numel()
+        self._sum += float(mass.sum())
+        self._worst = max(self._worst, float(mass.max()))
+        depth = mass.clamp(_LEAST, 1.0).log_() / torch.tensor(_LEAST).double().log()
+        bins = (depth * _BINS).long().clamp_(0, _BINS - 1)
+        self._histogram += torch.bincount(bins, minlength=_BINS)
+
+    def percentile(self, share: float) -> float:
+        """The upper end of the bin where `share` of the rows lie below or in it."""
+        # Bin 0 holds the largest masses.
+        above = self._histogram.cumsum(0)
+        index = int(torch.searchsorted(above, int(self._rows * (1 - share)), right=True))
+        return min(_LEAST ** (index / _BINS), self._worst)
+
+    def summary(self) -> dict[str, float]:
+        return {
+            "mean": self._sum / self._rows,
+            "p95": self.percentile(0.95),
+            "worst": self._worst,
+        }
+
+
+@contextmanager
+def watching(geometries: list[MoSAR], tallies: list[MassTally]) -> Iterator[None]:
+    """While it lasts, what the geometries attend to is measured; what they return is the same."""
+    with ExitStack() as stack:
+        for geometry, tally in zip(geometries, tallies, strict=True):
+            stack.enter_context(_watching_one(geometry, tally))
+        yield
+
+
+@contextmanager
+def _watching_one(geometry: MoSAR, tally: MassTally) -> Iterator[None]:
+    attend = geometry.attend
+
+    def watched(q: Tensor, k: Tensor, v: Tensor, *, routing: Routing, **options: Any) -> Attended:
+        out, routed = attend(q, k, v, routing=routing, **options)
+        assert routed is not None
+        tally.add(discarded_mass(geometry, q, k, v, routed, options))
+        return out, routed
+
+    # On the instance alone: the class and every other model stay as they are.
+    geometry.attend = watched
+    try:
+        yield
+    finally:
+        del geometry.attend

@@ -1,0 +1,45 @@
+"""How far an evaluation has come, on stderr: a bar, or a line a length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+
+@contextmanager
+def length_progress(label: str, total: int, *, enabled: bool) -> Iterator[Callable[[], None]]:
+    """Gives what to call after each of `total` passes."""
+    console = Console(stderr=True, soft_wrap=True)
+    if not enabled or not console.is_terminal:
+        if enabled:
+            console.print(label, markup=False, highlight=False)
+        yield lambda: None
+        return
+    with Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        # No refreshing thread: it would run while we measure.
+        auto_refresh=False,
+    ) as bar:
+        task = bar.add_task(label, total=total)
+
+        def advance() -> None:
+            bar.update(task, advance=1, refresh=True)
+
+        bar.refresh()
+        yield advance

@@ -1,0 +1,139 @@
+"""Accuracy of retrieval against distance, at one length under each routing.
+
+An answer is right where every token of it is the most likely one after the right tokens before it:
+what greedy decoding would say. Distances are grouped by octaves (2^(i-1), 2^i], cut at the reaches.
+
+Shapes: B windows, A answers a window, K tokens an answer, C hidden size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from mosar.attention import Routing
+from mosar.data.tasks import TASKS, Task, TaskWindows, make_windows
+from mosar.evaluation.choices import NATIVE
+from mosar.evaluation.subject import Subject
+from mosar.evaluation.text import PASS_TOKENS, default_tokens
+from mosar.geometries import Fixed, RopeMask
+from mosar.records import Cell, RetrievalRecord
+
+
+class Questions:
+    """The windows that one evaluation asks: as many tokens at every length."""
+
+    def __init__(self, subject: Subject, lengths: Sequence[int], tokens: int | None = None):
+        self.task: Task = TASKS[subject.config.data.task](subject.train_length)
+        shortest, longest = min(lengths), max(lengths)
+        if shortest < self.task.shortest:
+            raise ValueError(
+                f"lengths must be at least {self.task.shortest} for {self.task.name} learnt at "
+                f"{subject.train_length}, got {shortest}"
+            )
+        self.tokens = default_tokens(subject) if tokens is None else tokens
+        if self.tokens < longest:
+            raise ValueError(f"tokens must be at least {longest}, one window; got {self.tokens}")
+
+    def windows(self, length: int) -> int:
+        return self.tokens // length
+
+    def passes(self, length: int) -> int:
+        return math.ceil(self.windows(length) / self._size(length))
+
+    def batches(self, length: int):
+        size = self._size(length)
+        for start in range(0, self.windows(length), size):
+            indices = range(start, min(start + size, self.windows(length)))
+            # Apart from what the training saw and what it validated on; the same for every run.
+            yield make_windows(self.task, indices, length, split="test")
+
+    def _size(self, length: int) -> int:
+        return max(PASS_TOKENS // length, 1)
+
+
+@torch.no_grad()
+def evaluate_retrieval(
+    subject: Subject,
+    questions: Questions,
+    length: int,
+    routings: Sequence[str],
+    *,
+    cell: Cell,
+    inputs: dict[str, Any],
+    advance: Callable[[], None],
+) -> list[RetrievalRecord]:
+    """One record a routing; `advance` is called after each batch."""
+    right: dict[str, list[Tensor]] = {routing: [] for routing in routings}
+    distances = []
+    for windows in questions.batches(length):
+        for routing in routings:
+            right[routing].append(answer(subject, windows, routing).flatten())
+        distances.append(windows.distances.flatten())
+        advance()
+    reaches = marked_reaches(subject)
+    bounds = distance_bounds(length, reaches.values())
+    task = questions.task
+    records = []
+    for routing in routings:
+        found, at = torch.cat(right[routing]), torch.cat(distances)
+        records.append(
+            RetrievalRecord(
+                cell=cell,
+                step=subject.step,
+                task=task.name,
+                train_length=subject.train_length,
+                length=length,
+                routing=routing,
+                answers=len(found),
+                accuracy=float(found.double().mean()),
+                by_distance=by_distance(found, at, bounds),
+                reaches=reaches,
+                chance=task.chance,
+                inputs=inputs,
+            )
+        )
+    return records
+
+
+def answer(subject: Subject, windows: TaskWindows, routing: str) -> Tensor:
+    """Which answers are right, [B, A] bool."""
+    chosen = cast(Routing, "soft" if routing == NATIVE else routing)
+    hidden_BTC = subject.decoder(windows.tokens[:, :-1].to(subject.device), routing=chosen).hidden
+    rows = torch.arange(len(windows.tokens))[:, None, None]
+    asked_BAKC = hidden_BTC[rows, windows.answers]
+    said_BAK = subject.decoder.logits(asked_BAKC).argmax(dim=-1).cpu()
+    return (said_BAK == windows.tokens[rows, windows.answers + 1]).all(dim=-1)
+
+
+def marked_reaches(subject: Subject) -> dict[str, float]:
+    """Regime -> reach, of the regimes that the geometry has."""
+    regimes = subject.geometry.regimes
+    geometry = subject.geometries[0]
+    if isinstance(geometry, Fixed | RopeMask):
+        regimes = [regime for regime in regimes if regime.name == geometry.attention.regime]
+    elif not subject.routed:
+        regimes = []
+    return {regime.name: regime.reach for regime in regimes}
+
+
+def distance_bounds(length: int, reaches: Any = ()) -> list[int]:
+    """Where groups of distances begin, the end last; a reach is the last of its group."""
+    octaves = {1, *(2**octave + 1 for octave in range(length.bit_length() + 1))}
+    cuts = {math.floor(reach) + 1 for reach in reaches}
+    return sorted(bound for bound in octaves | cuts if bound <= 2 * length)
+
+
+def by_distance(right: Tensor, distances: Tensor, bounds: Sequence[int]) -> list[list[float]]:
+    """[least distance, end, accuracy, answers] of the groups that have answers."""
+    rows = []
+    for least, end in pairwise(bounds):
+        chosen = right[(distances >= least) & (distances < end)]
+        if len(chosen):
+            rows.append([least, end, float(chosen.double().mean()), len(chosen)])
+    return rows

@@ -1,0 +1,100 @@
+"""What the routers of a pass chose: shares, reach, and the exact density of the support.
+
+    reach     ½ (mean pi_Q·c + mean pi_K·c),  c_m = min(delta_m / n, 1),  c_G = 1
+    density   |Omega| / |causal|, counted from the labels
+
+Shapes: B windows, T tokens, L layers, R regimes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from string import ascii_uppercase, digits
+
+import torch
+from torch import Tensor
+
+from mosar.core.config import MoSARConfig
+from mosar.core.hard_domain import build_hard_domain
+from mosar.core.losses import normalized_reach_cost
+from mosar.geometries import LayerRouting
+
+# Tokens of the first window whose labels are kept.
+EXAMPLE_TOKENS = 256
+ROLES = ("query", "key")
+
+
+class RoutingTally:
+    """Sums over the passes of one length under one routing."""
+
+    def __init__(self, config: MoSARConfig, num_layers: int, length: int):
+        self.config, self.length = config, length
+        self._soft = torch.zeros(2, num_layers, config.num_regimes, dtype=torch.float64)
+        self._top1 = torch.zeros_like(self._soft)
+        self._tokens = 0
+        self._pairs = torch.zeros(num_layers, 2, dtype=torch.int64)
+        self.example_labels: dict[str, list[str]] = {}
+
+    def add(self, routings: Sequence[LayerRouting], segment_ids: Tensor | None) -> None:
+        if not self.example_labels:
+            self._keep_example(routings)
+        self._tokens += routings[0].query.probabilities[..., 0].numel()
+        for layer, routing in enumerate(routings):
+            for role, router in enumerate((routing.query, routing.key)):
+                labels, size = router.labels.flatten(), self.config.num_regimes
+                rows = router.probabilities.flatten(0, -2)
+                self._soft[role, layer] += rows.sum(dim=0, dtype=torch.float64).cpu()
+                self._top1[role, layer] += torch.bincount(labels, minlength=size).cpu()
+            domain = build_hard_domain(
+                routing.query.labels,
+                routing.key.labels,
+                self.config,
+                segment_ids=segment_ids,
+                materialize=False,
+            )
+            self._pairs[layer] += torch.tensor([domain.count, domain.causal_count])
+
+    def _keep_example(self, routings: Sequence[LayerRouting]) -> None:
+        letters = regime_letters([regime.name for regime in self.config.regimes])
+        for role, routers in zip(ROLES, zip(*routings, strict=True), strict=True):
+            # Of more than one routing group the first.
+            labels = [r.labels.flatten(0, -2)[0, :EXAMPLE_TOKENS].tolist() for r in routers]
+            self.example_labels[role] = ["".join(letters[m] for m in layer) for layer in labels]
+
+    @property
+    def layer_density(self) -> list[float]:
+        return [pairs / causal for pairs, causal in self._pairs.tolist()]
+
+    def shares(self, *, top1: bool) -> dict[str, list[list[float]]]:
+        """ "query" and "key": [L][R]."""
+        shares = (self._top1 if top1 else self._soft) / self._tokens
+        return dict(zip(ROLES, shares.tolist(), strict=True))
+
+    def reach(self, *, top1: bool) -> float:
+        # Linear in the probabilities: that of their means is the mean of all.
+        shares = (self._top1 if top1 else self._soft) / self._tokens
+        return float(normalized_reach_cost(shares[0], shares[1], self.config, self.length))
+
+
+def count_window_pairs(
+    config: MoSARConfig, window: float, length: int, segment_ids: Tensor | None
+) -> tuple[int, int]:
+    """Pairs no farther than `window` and causal pairs, over the rows of segment_ids or one row."""
+    rows = 1 if segment_ids is None else len(segment_ids)
+    device = None if segment_ids is None else segment_ids.device
+    labels = torch.zeros(rows, length, dtype=torch.int64, device=device)
+    inside, causal = (
+        build_hard_domain(
+            labels, labels, config, window=limit, segment_ids=segment_ids, materialize=False
+        ).causal_count
+        for limit in (window, None)
+    )
+    return inside, causal
+
+
+def regime_letters(names: Sequence[str]) -> list[str]:
+    """A letter for each regime: the first of its name that no other one has taken."""
+    taken: list[str] = []
+    for name in names:
+        taken.append(next(c for c in (*name, *ascii_uppercase, *digits) if c not in taken))
+    return taken

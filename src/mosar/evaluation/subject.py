@@ -1,0 +1,140 @@
+"""What is evaluated: a run folder's configuration and one of its checkpoints as a decoder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from mosar.core.config import MoSARConfig
+from mosar.evaluation.errors import EvaluationError
+from mosar.geometries import Geometry, MoSAR
+from mosar.model.decoder import Decoder
+from mosar.records import Cell
+from mosar.training.checkpoints import (
+    MODEL,
+    Checkpoint,
+    DamagedCheckpoint,
+    list_steps,
+    load_parameters,
+    read_checkpoint,
+)
+from mosar.training.config import RunConfig
+from mosar.training.errors import TrainingError
+from mosar.training.run_folder import (
+    CHECKPOINTS,
+    CONFIG,
+    has_run,
+    read_config,
+    read_data_fingerprint,
+)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One checkpoint, ready to be asked."""
+
+    run: Path
+    config: RunConfig
+    data_fingerprint: str
+    """Of what it was trained on."""
+    step: int
+    checksum: str
+    """sha256 of the parameters."""
+    decoder: Decoder
+    """In float32, whatever the precision of the training."""
+
+    @classmethod
+    def open(cls, run: Path, step: int | None = None) -> Subject:
+        """The checkpoint of `step`, by default the newest; an EvaluationError says what is wrong.
+
+        The folder is only read: another process may be training into it.
+        """
+        if not run.is_dir():
+            raise EvaluationError(f"there is no run folder {run}; make one with mosar train")
+        if not has_run(run):
+            raise EvaluationError(
+                f"{run} is no run folder: it has no {CONFIG}; give a folder made by mosar train"
+            )
+        try:
+            config, fingerprint = read_config(run), read_data_fingerprint(run)
+            checkpoint = _read(run, step)
+            if checkpoint.state.get("config_hash") != config.fingerprint():
+                raise EvaluationError(
+                    f"{checkpoint.path} does not belong to the configuration in {run / CONFIG}"
+                )
+            decoder = Decoder(config.model, config.attention)
+            load_parameters(decoder, checkpoint)
+        except TrainingError as error:
+            raise EvaluationError(str(error)) from None
+        decoder.to(_device(config.train.device)).eval().requires_grad_(False)
+        checksum = checkpoint.state["checksums"][MODEL]
+        return cls(run, config, fingerprint, checkpoint.step, checksum, decoder)
+
+    @property
+    def train_length(self) -> int:
+        """N."""
+        return self.config.model.max_length
+
+    @property
+    def geometry(self) -> MoSARConfig:
+        return self.config.attention.mosar_config(self.train_length)
+
+    @property
+    def geometries(self) -> list[Geometry]:
+        """One a layer."""
+        return [layer.attention.geometry for layer in self.decoder.layers]  # pyright: ignore
+
+    @property
+    def routed(self) -> bool:
+        """Whether it has routers, and so a choice of routings."""
+        return all(isinstance(geometry, MoSAR) for geometry in self.geometries)
+
+    @property
+    def device(self) -> torch.device:
+        return self.decoder.embedding.weight.device
+
+    @property
+    def cell(self) -> Cell:
+        """What a record says of a run that stands alone."""
+        config = self.config
+        return Cell(
+            variant=config.variant or config.attention.geometry,
+            preset=config.preset,
+            seed=config.train.seed,
+        )
+
+
+def _read(run: Path, step: int | None) -> Checkpoint:
+    folder = run / CHECKPOINTS
+    steps = list_steps(folder)
+    if not steps:
+        raise EvaluationError(f"{run} has no checkpoint yet; go on with: mosar train --out {run}")
+    if step is not None and step not in steps:
+        raise EvaluationError(f"{run} has no checkpoint of step {step}; there are {_listed(steps)}")
+    chosen = steps[-1] if step is None else step
+    try:
+        return read_checkpoint(folder, chosen)
+    except DamagedCheckpoint as error:
+        others = [other for other in steps if other != chosen]
+        advice = (
+            f"others are there for --step: {_listed(others)}" if others else "it is the only one"
+        )
+        raise EvaluationError(
+            f"the checkpoint of step {chosen} in {run} is damaged ({error}); {advice}"
+        ) from None
+
+
+def _listed(steps: list[int]) -> str:
+    return ", ".join(map(str, steps))
+
+
+def _device(name: str) -> torch.device:
+    """Where the run was trained, or the CPU where this machine has no such device."""
+    device = torch.device(name)
+    found = torch.accelerator.current_accelerator(check_available=True)
+    there = found is not None and found.type == device.type
+    if there and (device.index or 0) < torch.accelerator.device_count():
+        return device
+    return torch.device("cpu")

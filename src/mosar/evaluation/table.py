@@ -1,0 +1,170 @@
+"""The terminal's view of evaluations: one row a length and routing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from mosar.records import EvaluationRecord, RetrievalRecord
+
+_NONE = "–"
+
+
+def perplexity_table(
+    records: Sequence[EvaluationRecord], against: Sequence[EvaluationRecord] = ()
+) -> Group:
+    """Perplexities and what the routers did; `against`: another run at the same lengths."""
+    found = {(record.length, record.routing): record for record in records}
+    first = records[0]
+    title = (
+        f"{first.cell.name}, step {first.step}: {first.tokens:,} tokens of the validation text at "
+        "every length"
+    )
+    table = Table(header_style="")
+    routed = first.reach_soft is not None
+    head = ["length", "routing", "perplexity", "±", f"vs {first.train_length}\n%"]
+    head += [f"Δ {against[0].cell.name}\n%"] if against else []
+    base = {record.length: record for record in against}
+    head += ["gap\n%", "reach\nsoft", "reach\ntop-1"] if routed else []
+    head += ["density\nρ"]
+    head += ["discarded\nmean", "\np95", "\nworst"] if routed else []
+    for name in (*head, "tokens/s"):
+        table.add_column(name, justify="left" if name == "routing" else "right", no_wrap=True)
+    for index, record in enumerate(records):
+        perplexity = record.perplexity
+        row = [
+            str(record.length),
+            record.routing,
+            f"{perplexity:.3f}",
+            f"{perplexity * record.loss_stderr:.3f}",
+            _percent(perplexity, found.get((record.train_length, record.routing))),
+        ]
+        if against:
+            row.append(_percent(perplexity, base.get(record.length)))
+        if routed:
+            row += [
+                _NONE
+                if record.routing == "soft"
+                else _percent(perplexity, found.get((record.length, "soft"))),
+                _share(record.reach_soft),
+                _share(record.reach_top1),
+            ]
+        row.append(_share(record.density))
+        if routed:
+            row += _masses(record)
+        row.append(f"{record.tokens / max(record.seconds, 1e-9):,.0f}")
+        last = index + 1 == len(records) or records[index + 1].length != record.length
+        table.add_row(*row, end_section=last)
+    return _titled(title, table)
+
+
+def time_ratios(records: Sequence[EvaluationRecord]) -> list[str]:
+    """How much faster sparse is than top1, a line a length."""
+    seconds = {(record.length, record.routing): record.seconds for record in records}
+    lines = []
+    for length in dict.fromkeys(record.length for record in records):
+        dense, sparse = (seconds.get((length, routing)) for routing in ("top1", "sparse"))
+        if dense and sparse:
+            factor = length / records[0].train_length
+            lines.append(
+                f"at {factor:g}x sparse takes {sparse / dense:.2f} of the time of top1 "
+                f"({dense / sparse:.2f} times as fast)"
+            )
+    return lines
+
+
+def layer_table(record: EvaluationRecord) -> Group:
+    """What the routers of each layer did under one routing."""
+    title = f"layers at length {record.length}, {record.routing}"
+    table = Table(header_style="")
+    shares = [f"{role} {name}\n%" for role in ("q", "k") for name in record.regimes]
+    for name in ("layer", "density\nρ", "discarded\nmean", "\np95", "\nworst", *shares):
+        table.add_column(name, justify="right", no_wrap=True)
+    chosen = record.shares_soft if record.routing == "soft" else record.shares_top1
+    for layer, density in enumerate(record.layer_density):
+        masses = [_NONE] * 3
+        if record.discarded_mass:
+            masses = [_mass(record.discarded_mass[layer][key]) for key in ("mean", "p95", "worst")]
+        rows = (chosen[role][layer] if chosen else [] for role in ("query", "key"))
+        table.add_row(
+            str(layer),
+            _share(density),
+            *masses,
+            *(f"{100 * share:.1f}" for row in rows for share in row),
+        )
+    return _titled(title, table)
+
+
+def bucket_table(records: Sequence[EvaluationRecord]) -> Group:
+    """Perplexity by position in the window, at one length."""
+    title = f"perplexity by position at length {records[0].length}"
+    table = Table(header_style="")
+    table.add_column("positions", justify="right", no_wrap=True)
+    for record in records:
+        table.add_column(record.routing, justify="right", no_wrap=True)
+    for rows in zip(*(record.buckets for record in records), strict=True):
+        first, end = rows[0][:2]
+        values = (f"{math.exp(min(row[2], 700.0)):.3f}" for row in rows)
+        table.add_row(f"{first:.0f}–{end - 1:.0f}", *values)
+    return _titled(title, table)
+
+
+def retrieval_table(records: Sequence[RetrievalRecord]) -> Group:
+    """Accuracy by distance, a reach marked where its group ends."""
+    first = records[0]
+    title = (
+        f"{first.cell.name}, step {first.step}: {first.task}, accuracy % by distance "
+        f"(guessing: {100 * first.chance:.1f})"
+    )
+    table = Table(header_style="")
+    bounds = sorted({(row[0], row[1]) for record in records for row in record.by_distance})
+    marks = {int(reach): name for name, reach in first.reaches.items()}
+    for name in ("length", "routing", "all"):
+        table.add_column(name, justify="left" if name == "routing" else "right", no_wrap=True)
+    for least, end in bounds:
+        last = int(end) - 1
+        name = str(last) if least == last else f"{least:.0f}–{last}"
+        mark = f"\n{marks[last]}" if last in marks else "\n"
+        table.add_column(name + mark, justify="right", no_wrap=True)
+    for index, record in enumerate(records):
+        found = {(row[0], row[1]): row[2] for row in record.by_distance}
+        cells = (f"{100 * found[key]:.1f}" if key in found else _NONE for key in bounds)
+        last = index + 1 == len(records) or records[index + 1].length != record.length
+        table.add_row(
+            str(record.length),
+            record.routing,
+            f"{100 * record.accuracy:.1f}",
+            *cells,
+            end_section=last,
+        )
+    return _titled(title, table)
+
+
+def _titled(title: str, table: Table) -> Group:
+    # A title of the table itself would be broken to its width.
+    return Group(Text(title, style="bold"), table)
+
+
+def _percent(perplexity: float, base: EvaluationRecord | None) -> str:
+    return _NONE if base is None else f"{100 * (perplexity / base.perplexity - 1):+.2f}"
+
+
+def _share(value: float | None) -> str:
+    return _NONE if value is None else f"{value:.4f}"
+
+
+def _masses(record: EvaluationRecord) -> list[str]:
+    """Over the layers: the mean, the layer with the highest 95th percentile, the worst row."""
+    layers = record.discarded_mass
+    if not layers:
+        return [_NONE] * 3
+    mean = sum(layer["mean"] for layer in layers) / len(layers)
+    return [_mass(mean), *(_mass(max(layer[key] for layer in layers)) for key in ("p95", "worst"))]
+
+
+def _mass(value: float) -> str:
+    return f"{value:.4f}" if value >= 1e-3 or value == 0 else f"{value:.1e}"

@@ -1,0 +1,108 @@
+"""The text of an evaluation: the same tokens at every length.
+
+Blocks of text, as long as the longest length, lie evenly over the validation split. A shorter
+length cuts each block into its windows, so all lengths predict the same tokens, and what differs is
+how much each prediction may look back on. (Lengths that do not divide one another: their least
+common multiple.)
+
+Shapes: B windows, T inputs each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor
+
+from mosar.data.config import DataConfig
+from mosar.data.manifest import MANIFEST
+from mosar.data.stream import TokenStream
+from mosar.evaluation.errors import EvaluationError
+from mosar.evaluation.subject import Subject
+from mosar.training.batches import data_fingerprint
+
+# The paper's 64 iterations at the training length, 32 at twice, 16 at four times.
+ITERATIONS = 64
+# Inputs of a pass; one window in any case.
+PASS_TOKENS = 4096
+
+
+def default_tokens(subject: Subject) -> int:
+    """As many as 64 steps of the training see."""
+    return ITERATIONS * subject.config.tokens_per_step
+
+
+class EvaluationText:
+    """The blocks that one evaluation reads, at all of its lengths."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        lengths: Sequence[int],
+        *,
+        data: Path | None = None,
+        tokens: int | None = None,
+    ):
+        self.settings: DataConfig = subject.config.data
+        self.stream = _open_stream(subject, data)
+        self.device = subject.device
+        self.block = math.lcm(*lengths)
+        there = self.stream.num_windows(self.block)
+        if there < 1:
+            raise EvaluationError(
+                f"the validation split in {self.stream.folder} has {self.stream.num_tokens} "
+                f"tokens, too few for {_names(lengths, self.block)}; give shorter --lengths"
+            )
+        wanted = default_tokens(subject) if tokens is None else tokens
+        if wanted < self.block:
+            raise ValueError(
+                f"tokens must be at least {self.block}, one block of the longest length; "
+                f"got {wanted}"
+            )
+        number = min(there, wanted // self.block)
+        self.blocks = np.arange(number) * there // number
+
+    @property
+    def tokens(self) -> int:
+        """Predicted at every length."""
+        return len(self.blocks) * self.block
+
+    def batches(self, length: int) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Tokens [B, length + 1] and document numbers [B, length], or None."""
+        per_block = self.block // length
+        windows = (self.blocks[:, None] * per_block + np.arange(per_block)).flatten()
+        for chosen in np.array_split(windows, self.passes(length)):
+            segments = None
+            if self.settings.isolate_documents:
+                segments = self.stream.segments(chosen, length).to(self.device)
+            yield self.stream.windows(chosen, length).to(self.device), segments
+
+    def passes(self, length: int) -> int:
+        """How many batches there are."""
+        return math.ceil(self.tokens // length / max(PASS_TOKENS // length, 1))
+
+
+def _open_stream(subject: Subject, data: Path | None) -> TokenStream:
+    """The validation split of the data that the run was trained on, wherever it lies now."""
+    folder = Path(subject.config.data.folder if data is None else data)
+    if data is None and not (folder / MANIFEST).exists():
+        raise EvaluationError(
+            f"the data of {subject.run} is not in {folder} any more; say where with --data"
+        )
+    # Altered tokens would be evaluated in silence: checksums are compared up to a size.
+    stream = TokenStream(folder, "valid", verify=None)
+    if data_fingerprint(stream.manifest) != subject.data_fingerprint:
+        raise EvaluationError(
+            f"{folder} is not the data that {subject.run} was trained on: its contents differ; "
+            "give the folder it was trained on, or a copy, with --data"
+        )
+    return stream
+
+
+def _names(lengths: Sequence[int], block: int) -> str:
+    if block == max(lengths):
+        return f"a window of {block} and the token after it"
+    return f"a block of {block}, which windows of {', '.join(map(str, lengths))} divide"

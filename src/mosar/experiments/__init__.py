@@ -1,0 +1,1 @@
+"""The whole comparison as cells that can be interrupted: train, evaluate, record."""

@@ -1,0 +1,200 @@
+"""Runs an experiment: every cell trained, evaluated, recorded; none twice.
+
+DIR/experiment.json          what was asked for
+DIR/cells/<cell>/            run folders
+DIR/records/<cell>.jsonl     what a finished cell gave: all that a report reads
+DIR/failures/<cell>.json     why a cell failed; the others go on
+
+A cell is finished when its records are there. An interrupted one goes on from its checkpoint, and
+evaluations that are done are not done again.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from mosar.data.errors import DataError
+from mosar.evaluation.errors import EvaluationError
+from mosar.evaluation.evaluate import evaluate
+from mosar.experiments.progress import CellReporter, Display
+from mosar.experiments.record import training_record
+from mosar.experiments.settings import ExperimentSettings
+from mosar.experiments.work import evaluation_work, guess_seconds, spoken, training_work
+from mosar.records import Cell, Record, TrainingRecord, environment, read_records
+from mosar.training.checkpoints import list_steps, replace_synced
+from mosar.training.errors import TrainingError, TrainingInterrupted
+from mosar.training.loop import train
+from mosar.training.run_folder import CHECKPOINTS, locked
+
+CELLS, RECORDS, FAILURES, ASKED = "cells", "records", "failures", "experiment.json"
+SCHEMA_VERSION = 1
+
+
+class ExperimentError(RuntimeError):
+    """An experiment that cannot start or go on; its text is one line."""
+
+
+@dataclass(frozen=True)
+class ExperimentResult:
+    """How an experiment ended."""
+
+    out: Path
+    finished: tuple[Cell, ...]
+    failed: dict[str, str]
+    """Cell -> why."""
+
+
+def run_experiment(
+    settings: ExperimentSettings, out: Path | str, *, progress: bool = True
+) -> ExperimentResult:
+    """Runs what is missing of the experiment in `out`.
+
+    An ExperimentError says why it cannot start; TrainingInterrupted and KeyboardInterrupt stop it,
+    and the same call goes on. A folder may grow: the same settings with other variants, more seeds
+    or an axis add cells.
+    """
+    out = Path(out)
+    settings.check_cells()
+    try:
+        with locked(out):
+            _open(settings, out)
+            return _run(settings, out, progress)
+    except OSError as error:
+        raise ExperimentError(f"{error.filename or out}: {error.strerror or error}") from None
+
+
+def _run(settings: ExperimentSettings, out: Path, progress: bool) -> ExperimentResult:
+    cells = settings.cells()
+    finished = [cell for cell in cells if is_finished(settings, cell, out)]
+    waiting = [cell for cell in cells if cell not in finished]
+    guess = guess_seconds(settings, waiting, lambda cell: _steps_done(out, cell))
+    work = {cell.name: _work(settings, cell) for cell in cells}
+    display = Display(sum(work.values()), guess, enabled=progress)
+    if finished:
+        display.say(f"{len(finished)} of {len(cells)} cells are finished already")
+    if waiting:
+        display.say(f"{len(waiting)} cells to run, {spoken(guess)} on this machine")
+    display.skip(sum(work[cell.name] for cell in finished))
+    failed: dict[str, str] = {}
+    with display.running():
+        for cell in waiting:
+            number = f"[{cells.index(cell) + 1}/{len(cells)}] {cell.name}"
+            before = display.done
+            try:
+                run_cell(settings, cell, out, display, number)
+                finished.append(cell)
+            except TrainingInterrupted:
+                raise
+            except (TrainingError, EvaluationError, DataError, ValueError) as error:
+                failed[cell.name] = " ".join(str(error).split())
+                _write_failure(out, cell, failed[cell.name])
+                display.say(f"{number} failed: {failed[cell.name]}")
+            display.done = before + work[cell.name]
+            display.show(number, now=True)
+    return ExperimentResult(out, tuple(finished), failed)
+
+
+def run_cell(
+    settings: ExperimentSettings, cell: Cell, out: Path, display: Display, label: str
+) -> None:
+    """Trains and evaluates one cell, then writes its records."""
+    config, run = settings.config(cell), out / CELLS / cell.name
+    per_step = training_work(config) // config.train.steps
+    reporter = CellReporter(display, f"{label}: training", config.train.steps, per_step)
+    train(config, run, reporter=reporter)
+    display.show(f"{label}: evaluating", now=True)
+    records: list[Record] = [training_record(run, cell, data=settings.data)]
+    records += evaluate(
+        run,
+        lengths=settings.lengths,
+        data=settings.data if config.data.task == "text" else None,
+        tokens=settings.eval_tokens,
+        progress=False,
+        cell=cell,
+    )
+    lines = [json.dumps(record.to_dict(), allow_nan=False) for record in records]
+    (out / RECORDS).mkdir(exist_ok=True)
+    replace_synced(_records_path(out, cell), ("\n".join(lines) + "\n").encode())
+    (out / FAILURES / f"{cell.name}.json").unlink(missing_ok=True)
+
+
+def is_finished(settings: ExperimentSettings, cell: Cell, out: Path) -> bool:
+    """Whether the records of a cell are there, of the configuration that is asked for."""
+    path = _records_path(out, cell)
+    if not path.exists():
+        return False
+    try:
+        records = read_records(path)
+    except ValueError as error:
+        raise ExperimentError(f"{error}; remove the file to make it again") from None
+    trained = next((record for record in records if isinstance(record, TrainingRecord)), None)
+    if trained is None or trained.cell != cell:
+        raise ExperimentError(f"{path} does not hold the records of {cell.name}; remove it")
+    config = settings.config(cell)
+    asked = replace(config, data=replace(config.data, folder=trained.config["data"]["folder"]))
+    differing = [
+        f"{section}.{key} is {trained.config[section].get(key)!r}, not {value!r}"
+        for section in ("model", "attention", "data", "train")
+        for key, value in asked.to_dict()[section].items()
+        if trained.config[section].get(key, value) != value
+    ]
+    if differing:
+        raise ExperimentError(
+            f"{out} holds {cell.name} of another configuration: {'; '.join(differing[:3])}; "
+            "give another --out"
+        )
+    return True
+
+
+def _steps_done(out: Path, cell: Cell) -> int:
+    return max(list_steps(out / CELLS / cell.name / CHECKPOINTS), default=0)
+
+
+def _records_path(out: Path, cell: Cell) -> Path:
+    return out / RECORDS / f"{cell.name}.jsonl"
+
+
+def _work(settings: ExperimentSettings, cell: Cell) -> int:
+    config = settings.config(cell)
+    return training_work(config) + evaluation_work(settings, config)
+
+
+def _open(settings: ExperimentSettings, out: Path) -> None:
+    """Makes `out` the folder of this experiment, or finds that it already is."""
+    path = out / ASKED
+    asked: dict[str, Any] = json.loads(json.dumps(settings.shared()))
+    cells = [cell.name for cell in settings.cells()]
+    if path.exists():
+        try:
+            there = json.loads(path.read_bytes())
+            differing = [key for key in asked if there[key] != asked[key]]
+            names = list(there["cells"])
+        except (ValueError, KeyError, TypeError):
+            raise ExperimentError(f"{path} is not an experiment's; give another --out") from None
+        if differing:
+            key = differing[0]
+            raise ExperimentError(
+                f"{out} holds an experiment with {key} {there[key]!r}, not {asked[key]!r}; give "
+                "another --out"
+            )
+        cells = names + [name for name in cells if name not in names]
+    content = {
+        "schema": SCHEMA_VERSION,
+        **asked,
+        "data": settings.data.name,
+        "cells": cells,
+        "environment": environment(),
+    }
+    replace_synced(path, json.dumps(content, indent=1).encode() + b"\n")
+
+
+def _write_failure(out: Path, cell: Cell, error: str) -> None:
+    folder = out / FAILURES
+    folder.mkdir(exist_ok=True)
+    when = datetime.now(UTC).isoformat(timespec="seconds")
+    content = {"cell": cell.name, "error": error, "when": when}
+    replace_synced(folder / f"{cell.name}.json", json.dumps(content).encode() + b"\n")

@@ -1,0 +1,150 @@
+"""What an experiment consists of: variants x seeds x the values of one axis.
+
+seed k sets train.seed and data.seed: variants of one seed start alike and see the same data
+an axis is a dotted key with values; variants that do not read the key run once, without it
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mosar.evaluation.choices import parse_lengths
+from mosar.geometries import GEOMETRIES, VARIANTS, Fixed, MoSAR, RopeMask
+from mosar.records import Cell
+from mosar.training.config import (
+    PRESETS,
+    RunConfig,
+    check_name,
+    parse_changes,
+    resolve_config,
+)
+
+LENGTHS = ("1x", "2x", "4x")
+# Keys of `attention.` that only some geometries read; a key that is not here is read by all.
+_REGIME_READERS, _GATE_READERS = (MoSAR, Fixed, RopeMask), (MoSAR, Fixed)
+_READERS: dict[str, tuple[type, ...]] = {
+    "attention.regimes": _REGIME_READERS,
+    "attention.regime": (Fixed, RopeMask),
+    **dict.fromkeys(("attention.barrier", "attention.exponent"), _GATE_READERS),
+    **dict.fromkeys(
+        (
+            *("attention.router_hidden", "attention.temperature", "attention.epsilon"),
+            *("attention.composition", "attention.routing_groups", "attention.num_sinks"),
+            *("attention.cost_weight", "attention.cost_warmup"),
+        ),
+        (MoSAR,),
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Axis:
+    """One key and the values it takes."""
+
+    key: str
+    values: tuple[str, ...]
+    """As they are written after `=` in a change."""
+
+    @classmethod
+    def parse(cls, text: str) -> Axis:
+        """ "attention.barrier=4,6,8"; commas inside brackets belong to a value."""
+        key, equals, values = text.partition("=")
+        parts = tuple(part.strip() for part in _split(values))
+        if not equals or not all(parts):
+            raise ValueError(f"a grid is written dotted.key=value,value, got {text!r}")
+        if len(set(parts)) < len(parts):
+            raise ValueError(f"a grid names each value once, got {text!r}")
+        # Both are checked as changes are: the nearest key is named, a wrong value refused.
+        parse_changes([f"{key.strip()}={part}" for part in parts])
+        return cls(key=key.strip(), values=parts)
+
+    def is_read_by(self, variant: str) -> bool:
+        readers = _READERS.get(self.key)
+        return readers is None or issubclass(GEOMETRIES[VARIANTS[variant].geometry], readers)
+
+
+def _split(text: str) -> list[str]:
+    """At commas outside of brackets and braces."""
+    parts, depth = [""], 0
+    for character in text:
+        depth += (character in "[{") - (character in "]}")
+        if character == "," and not depth:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return parts
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExperimentSettings:
+    """Which cells there are and how each is trained and evaluated; checks itself."""
+
+    preset: str
+    variants: tuple[str, ...] = tuple(VARIANTS)
+    seeds: int = 1
+    """Seeds 0 to this - 1."""
+    data: Path
+    grid: Axis | None = None
+    changes: tuple[str, ...] = ()
+    """Like "train.steps=60", for every cell."""
+    lengths: tuple[str, ...] = LENGTHS
+    eval_tokens: int | None = None
+    """Predicted at each length; None: as many as 64 training steps see."""
+
+    def __post_init__(self) -> None:
+        check_name("preset", self.preset, PRESETS)
+        if not self.variants:
+            raise ValueError(f"at least one variant is needed, of {', '.join(VARIANTS)}")
+        for variant in self.variants:
+            check_name("variant", variant, VARIANTS)
+        if len(set(self.variants)) < len(self.variants):
+            raise ValueError(f"variants must be named once, got {', '.join(self.variants)}")
+        if self.seeds < 1:
+            raise ValueError(f"seeds must be at least 1, got {self.seeds}")
+        given = {change.partition("=")[0].strip() for change in self.changes}
+        taken = {"train.seed", "data.seed"} | ({self.grid.key} if self.grid else set())
+        if given & taken:
+            raise ValueError(f"{sorted(given & taken)[0]} is set by the experiment, not by --set")
+        if self.grid is not None and not any(map(self.grid.is_read_by, self.variants)):
+            raise ValueError(
+                f"none of the variants {', '.join(self.variants)} reads {self.grid.key}"
+            )
+        object.__setattr__(self, "data", Path(self.data).absolute())
+
+    def cells(self) -> list[Cell]:
+        """Seed by seed, so that one of everything is there early."""
+        return [
+            Cell(variant=variant, preset=self.preset, seed=seed, grid=grid)
+            for seed in range(self.seeds)
+            for variant in self.variants
+            for grid in self._points(variant)
+        ]
+
+    def _points(self, variant: str) -> list[dict[str, Any]]:
+        if self.grid is None or not self.grid.is_read_by(variant):
+            return [{}]
+        return [{self.grid.key: value} for value in self.grid.values]
+
+    def config(self, cell: Cell) -> RunConfig:
+        """The configuration of a cell; the data must be there."""
+        changes = [f"{key}={value}" for key, value in cell.grid.items()]
+        changes += [f"train.seed={cell.seed}", f"data.seed={cell.seed}"]
+        return resolve_config(
+            variant=cell.variant,
+            preset=cell.preset,
+            data=self.data,
+            changes=[*self.changes, *changes],
+        )
+
+    def check_cells(self) -> None:
+        """A ValueError for what no cell could be run with, before the first one is."""
+        for cell in self.cells():
+            config = self.config(cell)
+            parse_lengths(self.lengths, config.model.max_length)
+
+    def shared(self) -> dict[str, Any]:
+        """What all cells of one folder must have in common."""
+        kept = asdict(replace(self, grid=None))
+        return {key: kept[key] for key in ("preset", "changes", "lengths", "eval_tokens")}

@@ -1,0 +1,99 @@
+"""How much work a cell is, and how long it will take: guessed before it starts, measured after.
+
+The unit is one token through the model forward; a training step costs three of them a token.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+import torch
+
+from mosar.data.stream import TokenStream
+from mosar.evaluation.choices import parse_lengths
+from mosar.experiments.settings import ExperimentSettings
+from mosar.geometries import GEOMETRIES, MoSAR
+from mosar.model.decoder import Decoder
+from mosar.records import Cell
+from mosar.training.batches import open_batches
+from mosar.training.config import RunConfig
+from mosar.training.learner import Learner, update
+
+_TRAINING = 3
+# Passes before the clock starts, and timed.
+_WARM_UP, _TIMED = 1, 2
+# Models beyond this are not built for a guess: their arithmetic is counted instead.
+_LARGE = 50_000_000
+# The share of a large matrix product's speed that a large model's step reaches.
+_EFFICIENCY = 0.5
+# Evaluation during training, checkpoints, the report.
+_OVERHEAD = 1.15
+
+
+def training_work(config: RunConfig) -> int:
+    return _TRAINING * config.train.steps * config.tokens_per_step
+
+
+def evaluation_work(settings: ExperimentSettings, config: RunConfig) -> int:
+    """Routed variants are evaluated three times, and the discarded mass is two passes more."""
+    sizes = parse_lengths(settings.lengths, config.model.max_length)
+    tokens = settings.eval_tokens or 64 * config.tokens_per_step
+    if config.data.task == "text":
+        # Two splits are small enough to look at; the validation one bounds the text.
+        tokens = min(tokens, TokenStream(config.data.folder, "valid", verify=False).num_tokens)
+    routed = issubclass(GEOMETRIES[config.attention.geometry], MoSAR)
+    # Attention grows with the length; at these sizes the rest of the model outweighs it.
+    return len(sizes) * tokens * (4 if routed else 1)
+
+
+def guess_seconds(
+    settings: ExperimentSettings, cells: list[Cell], steps_done: Callable[[Cell], int]
+) -> float:
+    """Seconds that the cells will take on this machine, from a few real steps of the first."""
+    if not cells:
+        return 0.0
+    config = settings.config(cells[0])
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in Decoder(config.model, config.attention).parameters())
+    per_unit = _counted(parameters) if parameters > _LARGE else _measured(config)
+    work = 0.0
+    for cell in cells:
+        config = settings.config(cell)
+        left = 1 - min(steps_done(cell) / config.train.steps, 1)
+        work += left * training_work(config) + evaluation_work(settings, config)
+    return work * per_unit * _OVERHEAD
+
+
+def _measured(config: RunConfig) -> float:
+    """Seconds a unit, from real steps that nobody keeps."""
+    learner = Learner.build(config, open_batches(config))
+    start = 0.0
+    for step in range(_WARM_UP + _TIMED):
+        if step == _WARM_UP:
+            start = time.perf_counter()
+        update(learner, step + 1)
+    seconds = (time.perf_counter() - start) / _TIMED
+    return seconds / (_TRAINING * config.tokens_per_step)
+
+
+def _counted(parameters: int) -> float:
+    """Seconds a unit: two operations a parameter, at the speed of a matrix product."""
+    size = 1024
+    a, b = torch.randn(2, size, size)
+    torch.mm(a, b)
+    start = time.perf_counter()
+    torch.mm(a, b)
+    rate = 2 * size**3 / max(time.perf_counter() - start, 1e-6)
+    return 2 * parameters / (rate * _EFFICIENCY)
+
+
+def spoken(seconds: float) -> str:
+    """ "about 12 minutes", for people."""
+    for unit, size in (("day", 86400), ("hour", 3600), ("minute", 60)):
+        number = seconds / size
+        if number >= (1.5 if unit != "minute" else 1):
+            rounded = math.ceil(number) if number >= 10 else round(number, 1 if number < 3 else 0)
+            return f"about {rounded:g} {unit}{'s' if rounded != 1 else ''}"
+    return "less than a minute"

@@ -1,0 +1,382 @@
+"""The paper's claims, each with what our records say of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mosar.records import RetrievalRecord
+from mosar.report.comparison import Comparison, Estimate, Setting, mean_share
+from mosar.report.formats import percent, share, times
+from mosar.report.paper import paper_reach, paper_routing
+from mosar.report.verdicts import (
+    BOUNDED,
+    SAME,
+    TIE,
+    Finding,
+    below_throughout,
+    best,
+    bounded,
+    exact_density,
+    falls,
+    faster,
+    greater,
+    higher,
+    kept,
+    lower,
+    reach_estimate,
+    sparse_same,
+    tied,
+    together,
+    unmeasured,
+)
+
+# The lengths the paper evaluates, as factors of the training length.
+LENGTHS = (1.0, 2.0, 4.0)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A sentence of the paper that records can speak for or against."""
+
+    name: str
+    group: str
+    text: str
+    measure: Callable[[Comparison], Finding]
+    rule: str = ""
+    """Where the verdict is not by the common rule."""
+
+
+def judged_claims(c: Comparison) -> list[tuple[Claim, Finding]]:
+    """Every claim with its finding, in the order of the paper's argument."""
+    return [(claim, claim.measure(c)) for claim in CLAIMS]
+
+
+def _against(a: str, b: str, factor: float, routing: str | None = None):
+    """Perplexity of a is below that of b at one length."""
+    return lambda c: lower(c, Setting(a, factor, routing), Setting(b, factor))
+
+
+def _each(parts: list[tuple[str, Callable[[Comparison], Finding]]]):
+    return lambda c: together([(label, measure(c)) for label, measure in parts])
+
+
+def _said(variant: str, name: str, *factors: float) -> str:
+    """Figures of the paper's routing table, with arrows between lengths."""
+    return " → ".join(share(paper_routing(variant, factor)[name]) for factor in factors)
+
+
+def _share(c: Comparison, variant: str, side: str, letter: str, factor: float) -> Estimate | None:
+    """The share of the shortest ("S") or the global ("G") regime."""
+    return c.estimate(Setting(variant, factor), mean_share(side, 0 if letter == "S" else -1))
+
+
+def _change(variant: str, side: str, letter: str, *, rises: bool) -> Callable[..., Finding]:
+    """From the training length to four times it, a share rises or falls."""
+
+    def measure(c: Comparison) -> Finding:
+        said = _said(variant, f"{side[0]}_{letter}", 1, 4)
+        near, far = (_share(c, variant, side, letter, factor) for factor in (1.0, 4.0))
+        return greater(far, near, said, change=True) if rises else falls(near, far, said)
+
+    return measure
+
+
+def _learned_reach(c: Comparison) -> Finding:
+    said = share(paper_reach("mosar") or 0, 4)
+    config = c.geometry("mosar")
+    found = reach_estimate(c, "mosar", 1.0, top1=False)
+    if config is None or found is None:
+        return unmeasured(said)
+    costs = [min(regime.reach / config.max_length, 1.0) for regime in config.regimes]
+    uniform = (sum(costs[:-1]) + 1.0) / len(costs)
+    finding = greater(Estimate(dict.fromkeys(found.values, uniform)), found, said, 4)
+    ours = f"{share(found.mean, 4)}; uniform routing has {share(uniform, 4)}"
+    return Finding(said, ours, finding.verdict, finding.basis)
+
+
+def _top1_reach(factor: float) -> Callable[[Comparison], Finding]:
+    def measure(c: Comparison) -> Finding:
+        row = paper_routing("mosar", factor)
+        said = f"{share(row['soft_reach'])} → {share(row['top1_reach'])}"
+        soft, top1 = (reach_estimate(c, "mosar", factor, top1=hard) for hard in (False, True))
+        return falls(soft, top1, said)
+
+    return measure
+
+
+def _reach_falls(c: Comparison) -> Finding:
+    near, far = (reach_estimate(c, "mosar", factor, top1=True) for factor in (1.0, 4.0))
+    return falls(near, far, f"{_said('mosar', 'top1_reach', 1, 4)} ({percent(-33, 0)})")
+
+
+def _density(c: Comparison) -> Finding:
+    near, far = (exact_density(c, "mosar", factor) for factor in (1.0, 4.0))
+    said = f"{_said('mosar', 'top1_reach', 1, 4)}, which is its reach"
+    return falls(near, far, said)
+
+
+def _less_than_keys(c: Comparison) -> Finding:
+    row = [paper_routing("mosar", factor) for factor in (1, 4)]
+    said = (
+        f"{share(abs(row[1]['q_S'] - row[0]['q_S']))} against "
+        f"{share(abs(row[1]['k_S'] - row[0]['k_S']))}"
+    )
+    moved = []
+    for side in ("key", "query"):
+        near, far = (_share(c, "mosar", side, "S", factor) for factor in (1.0, 4.0))
+        if near is None or far is None:
+            return unmeasured(said)
+        shared = [seed for seed in near.values if seed in far.values]
+        moved.append(Estimate({s: abs(far.values[s] - near.values[s]) for s in shared}))
+    key, query = moved
+    finding = greater(key, query, said)
+    return Finding(
+        said, f"{share(query.mean)} against {share(key.mean)}", finding.verdict, finding.basis
+    )
+
+
+def _asymmetry(c: Comparison) -> Finding:
+    query, key = (_share(c, "mosar", side, "S", 1.0) for side in ("query", "key"))
+    row = paper_routing("mosar", 1)
+    return greater(query, key, f"{share(row['q_S'])} against {share(row['k_S'])}")
+
+
+def _cost_reach(c: Comparison) -> Finding:
+    ours, theirs = (paper_reach(name) or 0 for name in ("mosar", "mosar-cost"))
+    change = percent((theirs / ours - 1) * 100, 0)
+    said = f"{share(ours, 4)} → {share(theirs, 4)} ({change})"
+    plain, cost = (reach_estimate(c, v, 1.0, top1=False) for v in ("mosar", "mosar-cost"))
+    return falls(plain, cost, said, 4)
+
+
+def medium_reach(c: Comparison) -> float | None:
+    """The longest reach but the global one: of the routed variant, or of any."""
+    configs = (c.geometry(variant) for variant in ("mosar", *c.trainings))
+    config = next((config for config in configs if config is not None), None)
+    return None if config is None else config.regimes[-2].reach
+
+
+def far_accuracy(record: RetrievalRecord, beyond: float | None) -> float | None:
+    """Share of right answers where the target is farther away than `beyond`."""
+    if beyond is None:
+        return None
+    rows = [row for row in record.by_distance if row[0] > beyond and row[3]]
+    answers = sum(row[3] for row in rows)
+    return sum(row[2] * row[3] for row in rows) / answers if answers else None
+
+
+def _long_links(c: Comparison) -> Finding:
+    """MoSAR finds what a fixed medium reach cannot."""
+    beyond = medium_reach(c)
+
+    def found(variant: str, routings: tuple[str, ...]) -> Estimate | None:
+        for routing in routings:
+            values: dict[int, list[float]] = {}
+            for record in c.retrievals:
+                accuracy = far_accuracy(record, beyond)
+                same = (record.cell.variant, record.routing) == (variant, routing)
+                if same and accuracy is not None:
+                    values.setdefault(record.cell.seed, []).append(accuracy)
+            if values:
+                return Estimate({seed: sum(v) / len(v) for seed, v in sorted(values.items())})
+        return None
+
+    return greater(
+        found("mosar", ("sparse", "soft")), found("fixed-m", ("native",)), "not measured", 2
+    )
+
+
+_NEAR, _FAR = "At the training length", "Beyond the training length"
+_TOP1, _GEOMETRY = "Top-1 routing", "The learned geometry"
+_COST, _OPEN = "A price on reach", "What the paper leaves open"
+
+CLAIMS: tuple[Claim, ...] = (
+    Claim(
+        "better-than-rope", _NEAR, "MoSAR is better than dense RoPE.", _against("mosar", "rope", 1)
+    ),
+    Claim(
+        "locality",
+        _NEAR,
+        "Fixed-S and Fixed-M are better than dense RoPE too: locality is a strong prior.",
+        _each([("S", _against("fixed-s", "rope", 1)), ("M", _against("fixed-m", "rope", 1))]),
+    ),
+    Claim(
+        "tie-fixed-m",
+        _NEAR,
+        "MoSAR is tied with Fixed-M.",
+        lambda c: tied(c, Setting("mosar", 1), Setting("fixed-m", 1)),
+        f"Tied: closer than {TIE} %, or than two standard errors.",
+    ),
+    Claim(
+        "smooth-decay",
+        _NEAR,
+        "Smooth decay is better than a hard mask of the same reach: Fixed-M against RoPE-M-mask.",
+        _against("fixed-m", "rope-m-mask", 1),
+    ),
+    Claim(
+        "mask-hurts",
+        _NEAR,
+        "The hard mask is worse than dense RoPE.",
+        lambda c: higher(c, Setting("rope-m-mask", 1), Setting("rope", 1)),
+    ),
+    Claim(
+        "throughout",
+        _NEAR,
+        "All through training MoSAR stays below dense RoPE and below the hard mask.",
+        _each(
+            [
+                ("RoPE", lambda c: below_throughout(c, "mosar", "rope")),
+                ("mask", lambda c: below_throughout(c, "mosar", "rope-m-mask")),
+            ]
+        ),
+        "Validations at which it is below: holds from 90 %, does not hold up to half.",
+    ),
+    Claim("best-2", _FAR, "MoSAR is the best of all at 2×.", lambda c: best(c, "mosar", 2)),
+    Claim("best-4", _FAR, "MoSAR is the best of all at 4×.", lambda c: best(c, "mosar", 4)),
+    Claim(
+        "alibi", _FAR, "MoSAR is slightly better than ALiBi at 4×.", _against("mosar", "alibi", 4)
+    ),
+    Claim(
+        "adaptive",
+        _FAR,
+        "Neither Fixed-S nor Fixed-M comes up to MoSAR: it is not locality alone.",
+        _each(
+            [
+                (f"{name[-1].upper()} {times(factor)}", _against("mosar", name, factor))
+                for factor in LENGTHS[1:]
+                for name in ("fixed-s", "fixed-m")
+            ]
+        ),
+    ),
+    Claim(
+        "far-below-rope",
+        _FAR,
+        "MoSAR is much better than dense RoPE at 4×.",
+        _against("mosar", "rope", 4),
+    ),
+    Claim(
+        "keeps-quality",
+        _FAR,
+        "MoSAR loses nothing from the training length to 4×.",
+        lambda c: kept(c, Setting("mosar", 4), Setting("mosar", 1)),
+        f"Nothing: at most {TIE} %, or two standard errors.",
+    ),
+    Claim(
+        "rope-degrades",
+        _FAR,
+        "Dense RoPE degrades from the training length to 4×.",
+        lambda c: higher(c, Setting("rope", 4), Setting("rope", 1)),
+    ),
+    Claim(
+        "p-rope-collapses",
+        _FAR,
+        "p-RoPE collapses at 4×: it is worse than dense RoPE there.",
+        lambda c: higher(c, Setting("p-rope", 4), Setting("rope", 4)),
+    ),
+    Claim(
+        "smooth-decay-far",
+        _FAR,
+        "Smooth decay stays better than the hard mask beyond the training length.",
+        _each([(times(f), _against("fixed-m", "rope-m-mask", f)) for f in LENGTHS[1:]]),
+    ),
+    Claim(
+        "gap",
+        _TOP1,
+        "Going from soft to top-1 routing costs a bounded amount of perplexity.",
+        lambda c: bounded(c, "mosar", LENGTHS),
+        f"Bounded: at most {BOUNDED:g} % at every length.",
+    ),
+    Claim(
+        "top1-below-rope",
+        _TOP1,
+        "With top-1 routing MoSAR is still better than dense RoPE beyond the training length.",
+        _each([(times(f), _against("mosar", "rope", f, "top1")) for f in LENGTHS[1:]]),
+    ),
+    Claim(
+        "top1-reach",
+        _TOP1,
+        "Top-1 routing lowers the normalized reach.",
+        _each([(times(f), _top1_reach(f)) for f in LENGTHS]),
+    ),
+    Claim(
+        "reach-falls",
+        _TOP1,
+        "The top-1 reach falls with length.",
+        _reach_falls,
+    ),
+    Claim(
+        "density-falls",
+        _TOP1,
+        "The support density falls with length, so that the cost grows less than quadratically.",
+        _density,
+        "Ours is the exact share of causal pairs inside the support.",
+    ),
+    Claim(
+        "low-reach",
+        _GEOMETRY,
+        "The routers learn a low reach from the language-modelling loss alone.",
+        _learned_reach,
+        "Holds where it is below the reach of uniform routing, with which training starts.",
+    ),
+    Claim(
+        "asymmetry",
+        _GEOMETRY,
+        "Queries are more local than keys: they choose the short regime more often.",
+        _asymmetry,
+    ),
+    Claim(
+        "keys-open",
+        _GEOMETRY,
+        "As the context grows, keys leave the short regime.",
+        _change("mosar", "key", "S", rises=False),
+    ),
+    Claim(
+        "queries-stable",
+        _GEOMETRY,
+        "The queries' routing is stable: their short share moves less than that of the keys.",
+        _less_than_keys,
+    ),
+    Claim("cost-reach", _COST, "A price on reach lowers it.", _cost_reach),
+    Claim(
+        "cost-quality",
+        _COST,
+        "It costs a little perplexity: MoSAR-Cost against MoSAR.",
+        _each(
+            [
+                (times(f), lambda c, f=f: higher(c, Setting("mosar-cost", f), Setting("mosar", f)))
+                for f in LENGTHS
+            ]
+        ),
+    ),
+    Claim(
+        "cost-reopens",
+        _COST,
+        "Even so the global regime is used more at 4× than at the training length.",
+        _each(
+            [
+                ("queries", _change("mosar-cost", "query", "G", rises=True)),
+                ("keys", _change("mosar-cost", "key", "G", rises=True)),
+            ]
+        ),
+    ),
+    Claim(
+        "sparse-same",
+        _OPEN,
+        "Leaving out what is outside the support changes little: sparse against top-1 perplexity.",
+        lambda c: sparse_same(c, "mosar", LENGTHS),
+        f"Little: at most {SAME:g} %.",
+    ),
+    Claim(
+        "sparse-faster",
+        _OPEN,
+        "Sparse evaluation takes less time than top-1.",
+        lambda c: faster(c, "mosar"),
+    ),
+    Claim(
+        "long-links",
+        _OPEN,
+        "Rare long links are kept: retrieval from beyond the medium reach, MoSAR against Fixed-M.",
+        _long_links,
+    ),
+)

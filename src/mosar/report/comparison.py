@@ -1,0 +1,373 @@
+"""What the records say, over seeds: estimates, differences paired by seed, the axes of a grid.
+
+mean and sample standard deviation over seeds; a difference is taken within each seed first,
+since seed k has the same weights outside the geometry and the same batches in every variant
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from mosar.core.config import MoSARConfig
+from mosar.records import Cell, EvaluationRecord, RetrievalRecord, TrainingRecord
+from mosar.report.experiment import Experiment
+from mosar.report.palette import in_order
+from mosar.report.paper import paper
+
+BASELINE = "rope"
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A figure of each seed."""
+
+    values: dict[int, float]
+
+    @property
+    def n(self) -> int:
+        return len(self.values)
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.values.values())
+
+    @property
+    def sd(self) -> float | None:
+        """None with one seed."""
+        return statistics.stdev(self.values.values()) if self.n > 1 else None
+
+    @property
+    def stderr(self) -> float | None:
+        return None if self.sd is None else self.sd / math.sqrt(self.n)
+
+
+class Setting(NamedTuple):
+    """What an evaluation is of; routing None: the variant's own, soft or native."""
+
+    variant: str
+    factor: float
+    routing: str | None = None
+
+
+class AxisPoint(NamedTuple):
+    """A value along a grid's axis and the cells there, by variant."""
+
+    value: Any
+    cells: dict[str, list[Cell]]
+
+
+Value = Callable[[EvaluationRecord], float | None]
+
+
+def perplexity_of(record: EvaluationRecord) -> float:
+    return record.perplexity
+
+
+class Comparison:
+    """The cells that are compared with each other, and the figures of each variant.
+
+    These are the cells outside of any grid; of a variant that has none, those at `point`.
+    """
+
+    def __init__(self, experiment: Experiment):
+        self.experiment = experiment
+        self.point, cells = _choose_cells(experiment.cells)
+        self.cells = {cell.name: cell for cell in cells}
+        self._records: dict[tuple[str, float, str], dict[int, EvaluationRecord]] = {}
+        for record in experiment.evaluations:
+            if record.cell.name in self.cells:
+                key = (record.cell.variant, factor_of(record), record.routing)
+                self._records.setdefault(key, {})[record.cell.seed] = record
+
+    @cached_property
+    def variants(self) -> list[str]:
+        return in_order({cell.variant for cell in self.cells.values()})
+
+    @cached_property
+    def evaluated(self) -> list[str]:
+        """Variants with an evaluation."""
+        return in_order({variant for variant, _, _ in self._records})
+
+    @cached_property
+    def routed(self) -> list[str]:
+        """Variants with routers."""
+        return [
+            variant
+            for variant in self.evaluated
+            if any(record.regimes for record in self.records(variant))
+        ]
+
+    @cached_property
+    def factors(self) -> list[float]:
+        """Lengths over the training length, ascending."""
+        return sorted({factor for _, factor, _ in self._records})
+
+    @property
+    def longest(self) -> float | None:
+        return self.factors[-1] if self.factors else None
+
+    @cached_property
+    def seeds(self) -> dict[str, list[int]]:
+        """By variant."""
+        found: dict[str, set[int]] = {variant: set() for variant in self.variants}
+        for cell in self.cells.values():
+            found[cell.variant].add(cell.seed)
+        return {variant: sorted(seeds) for variant, seeds in found.items()}
+
+    @cached_property
+    def trainings(self) -> dict[str, dict[int, TrainingRecord]]:
+        """By variant and seed."""
+        found: dict[str, dict[int, TrainingRecord]] = {}
+        for name, record in self.experiment.trainings.items():
+            if name in self.cells:
+                found.setdefault(record.cell.variant, {})[record.cell.seed] = record
+        return {variant: found[variant] for variant in in_order(found)}
+
+    @cached_property
+    def train_length(self) -> int | None:
+        """N; None where records disagree or there are none."""
+        found = {
+            record.train_length for seeds in self._records.values() for record in seeds.values()
+        }
+        return found.pop() if len(found) == 1 else None
+
+    def records(
+        self, variant: str, factor: float | None = None, routing: str | None = None
+    ) -> list[EvaluationRecord]:
+        """Evaluations of a variant, by factor, routing and seed."""
+        return [
+            seeds[seed]
+            for key, seeds in sorted(self._records.items())
+            if key[0] == variant
+            and (factor is None or key[1] == factor)
+            and (routing is None or key[2] == routing)
+            for seed in sorted(seeds)
+        ]
+
+    def routings(self, variant: str) -> list[str]:
+        known = ("native", "soft", "top1", "sparse")
+        found = {routing for name, _, routing in self._records if name == variant}
+        return sorted(found, key=lambda r: (known.index(r) if r in known else len(known), r))
+
+    def own_routing(self, variant: str) -> str | None:
+        """How it was trained: soft with routers, native without."""
+        found = self.routings(variant)
+        return next((routing for routing in ("soft", "native") if routing in found), None)
+
+    def estimate(self, setting: Setting, value: Value = perplexity_of) -> Estimate | None:
+        """A figure over the seeds that have it; None where there is none."""
+        routing = setting.routing or self.own_routing(setting.variant)
+        if routing is None:
+            return None
+        found = self._records.get((setting.variant, setting.factor, routing), {})
+        values = {seed: value(found[seed]) for seed in sorted(found)}
+        present = {seed: figure for seed, figure in values.items() if figure is not None}
+        return Estimate(present) if present else None
+
+    def relative(
+        self, setting: Setting, to: Setting, value: Value = perplexity_of
+    ) -> Estimate | None:
+        """By how many percent a figure is above another, within each seed that has both."""
+        return relative_percent(self.estimate(setting, value), self.estimate(to, value))
+
+    def delta(self, variant: str, factor: float) -> Estimate | None:
+        """Perplexity against the baseline, percent."""
+        return self.relative(Setting(variant, factor), Setting(BASELINE, factor))
+
+    def seed_spread(self, factor: float) -> float | None:
+        """Standard deviation over seeds of a difference in percent, pooled over the variants that
+        have several; None where none has."""
+        spreads = [
+            estimate.sd
+            for variant in self.evaluated
+            if variant != BASELINE
+            and (estimate := self.delta(variant, factor)) is not None
+            and estimate.sd is not None
+        ]
+        return math.sqrt(statistics.fmean(sd * sd for sd in spreads)) if spreads else None
+
+    def geometry(self, variant: str) -> MoSARConfig | None:
+        """The regimes a variant was trained with; None where its configuration is not known."""
+        for record in self.trainings.get(variant, {}).values():
+            config = geometry_of(record.config)
+            if config is not None:
+                return config
+        return None
+
+    def nominal_reach(self, variant: str) -> float | None:
+        """The reach that a geometry without routers has by definition, over N."""
+        for record in self.trainings.get(variant, {}).values():
+            attention, config = record.config.get("attention", {}), geometry_of(record.config)
+            if attention.get("geometry") not in ("fixed", "rope-mask"):
+                return 1.0
+            if config is None:
+                return None
+            reaches = {regime.name: regime.reach for regime in config.regimes}
+            reach = reaches.get(attention.get("regime"))
+            return None if reach is None else min(reach / config.max_length, 1.0)
+        return None
+
+    def reach(self, variant: str, factor: float) -> Estimate | None:
+        """Normalized reach: of the routers' probabilities, or the nominal one at this length."""
+        if variant in self.routed:
+            return self.estimate(Setting(variant, factor), lambda record: record.reach_soft)
+        nominal = self.nominal_reach(variant)
+        if nominal is None:
+            return None
+        reach = nominal if nominal == 1 else nominal / factor
+        return Estimate({0: min(reach, 1.0)})
+
+    @cached_property
+    def retrievals(self) -> list[RetrievalRecord]:
+        return [r for r in self.experiment.retrievals if r.cell.name in self.cells]
+
+    @cached_property
+    def axes(self) -> dict[str, list[AxisPoint]]:
+        """By dotted key: the points along it, other keys as in the compared cells."""
+        keys = dict.fromkeys(key for cell in self.experiment.cells for key in cell.grid)
+        return {key: self._axis(key) for key in keys}
+
+    def _axis(self, key: str) -> list[AxisPoint]:
+        found: dict[str, AxisPoint] = {}
+        varied = {cell.variant for cell in self.experiment.cells if key in cell.grid}
+        for cell in self.experiment.cells:
+            elsewhere = {name: value for name, value in cell.grid.items() if name != key}
+            chosen = {name: value for name, value in self.point.items() if name != key}
+            if cell.variant not in varied or elsewhere not in ({}, chosen):
+                continue
+            value = self._configured(cell, key)
+            point = found.setdefault(json.dumps(_plain(value)), AxisPoint(value, {}))
+            point.cells.setdefault(cell.variant, []).append(cell)
+        return sorted(found.values(), key=_by_value)
+
+    def _configured(self, cell: Cell, key: str) -> Any:
+        """What a cell was trained with; without that record, what its axis says."""
+        record = self.experiment.trainings.get(cell.name)
+        section, _, name = key.partition(".")
+        settings = record.config.get(section) if record else None
+        if isinstance(settings, dict) and name in settings:
+            return settings[name]
+        return _plain(cell.grid.get(key))
+
+    def along_axis(
+        self, cells: Iterable[Cell], factor: float, routing: str | None, value: Value
+    ) -> Estimate | None:
+        """A figure over the seeds of some cells of one variant."""
+        names = {cell.name: cell.seed for cell in cells}
+        values: dict[int, float] = {}
+        for record in self.experiment.evaluations:
+            wanted = ("soft", "native") if routing is None else (routing,)
+            if record.cell.name not in names or record.routing not in wanted:
+                continue
+            figure = value(record) if factor_of(record) == factor else None
+            if figure is not None:
+                values[names[record.cell.name]] = figure
+        return Estimate(dict(sorted(values.items()))) if values else None
+
+
+def factor_of(record: EvaluationRecord | RetrievalRecord) -> float:
+    """Its length over the training length."""
+    return round(record.length / record.train_length, 6)
+
+
+def curve_of(rows: list[list[float]]) -> dict[float, float]:
+    """Step -> value."""
+    return {row[0]: row[1] for row in rows}
+
+
+def relative_percent(a: Estimate | None, b: Estimate | None) -> Estimate | None:
+    """(a / b - 1) in percent within each seed that both have; None where they share none."""
+    if a is None or b is None:
+        return None
+    shared = [seed for seed in a.values if b.values.get(seed)]
+    found = {seed: (a.values[seed] / b.values[seed] - 1) * 100 for seed in shared}
+    return Estimate(found) if found else None
+
+
+def difference(a: Estimate | None, b: Estimate | None) -> Estimate | None:
+    """a - b within each seed that both have."""
+    if a is None or b is None:
+        return None
+    found = {seed: a.values[seed] - b.values[seed] for seed in a.values if seed in b.values}
+    return Estimate(found) if found else None
+
+
+def geometry_of(config: dict[str, Any]) -> MoSARConfig | None:
+    """The regimes of a run's configuration; None where it does not say."""
+    attention, model = config.get("attention"), config.get("model")
+    if not isinstance(attention, dict) or not isinstance(model, dict):
+        return None
+    known = {field.name for field in fields(MoSARConfig)} - {"max_length"}
+    settings = {name: value for name, value in attention.items() if name in known}
+    if settings.get("regimes") is None:
+        settings.pop("regimes", None)
+    try:
+        return MoSARConfig.scaled(model["max_length"], **settings)
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def mean_mass(record: EvaluationRecord) -> float | None:
+    """Discarded mass, mean over layers."""
+    layers = record.discarded_mass
+    return statistics.fmean(layer["mean"] for layer in layers) if layers else None
+
+
+def mean_share(side: str, regime: int, *, top1: bool = False) -> Value:
+    """A regime's share of queries or keys, mean over layers."""
+
+    def value(record: EvaluationRecord) -> float | None:
+        layers = (record.shares_top1 if top1 else record.shares_soft).get(side)
+        return statistics.fmean(layer[regime] for layer in layers) if layers else None
+
+    return value
+
+
+def _choose_cells(cells: tuple[Cell, ...]) -> tuple[dict[str, Any], list[Cell]]:
+    """The grid point and the cells to compare: see `Comparison`."""
+    plain = {cell.variant for cell in cells if not cell.grid}
+    points = Counter(_point(cell) for cell in cells if cell.variant not in plain)
+    if not points:
+        return {}, [cell for cell in cells if not cell.grid]
+
+    def rank(point: str) -> tuple[int, int]:
+        as_in_paper = sum(
+            _plain(paper()["settings"].get(key)) == _plain(value)
+            for key, value in json.loads(point).items()
+        )
+        return points[point], as_in_paper
+
+    chosen = max(points, key=rank)
+    kept = [
+        cell
+        for cell in cells
+        if (not cell.grid if cell.variant in plain else _point(cell) == chosen)
+    ]
+    return json.loads(chosen), kept
+
+
+def _point(cell: Cell) -> str:
+    return json.dumps(cell.grid, sort_keys=True)
+
+
+def _plain(value: Any) -> Any:
+    """Numbers alike whether they were written 6, 6.0 or "6"."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return value
+    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def _by_value(point: AxisPoint) -> tuple[int, float, str]:
+    if isinstance(point.value, (int, float)) and not isinstance(point.value, bool):
+        return 0, float(point.value), ""
+    return 1, 0.0, str(point.value)

@@ -1,0 +1,164 @@
+"""Supports as grids of cells: which pairs of a query and a key are evaluated.
+
+A cell is one pair, or a square of pairs where there are more tokens than cells; its shade is the
+share of its causal pairs that are inside the support.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from string import ascii_uppercase, digits
+
+import torch
+from torch import Tensor
+
+from mosar.core.config import MoSARConfig
+from mosar.core.hard_domain import build_hard_domain
+from mosar.records import EvaluationRecord
+from mosar.report.comparison import Comparison
+from mosar.report.formats import percent
+from mosar.report.palette import VARIANTS, Look, regime_looks, variant_looks
+
+MAX_CELLS = 48
+_SHADES = (0.22, 0.45, 0.7, 1.0)
+
+
+@dataclass(frozen=True)
+class SupportGrid:
+    """One geometry over the first tokens of a text."""
+
+    title: str
+    look: Look
+    tokens: int
+    block: int
+    """Tokens along the side of a cell."""
+    density: float
+    shares: tuple[tuple[float, ...], ...]
+    """By row and column; a row ends at the diagonal."""
+
+    @property
+    def size(self) -> int:
+        return len(self.shares)
+
+
+def fixed_grids(config: MoSARConfig, tokens: int) -> list[SupportGrid]:
+    """Every token in the same regime, for each regime."""
+    looks = list(regime_looks(regime.name for regime in config.regimes).values())
+    known = {"S": VARIANTS["fixed-s"], "M": VARIANTS["fixed-m"]}
+    grids = []
+    for index, regime in enumerate(config.regimes):
+        labels = torch.full((tokens,), index)
+        look = known.get(regime.name, looks[index])
+        grids.append(_grid(f"Fixed {regime.name}", look, labels, labels, config))
+    return grids
+
+
+def routed_grids(c: Comparison, variant: str) -> list[SupportGrid]:
+    """What a trained model chose for the first tokens of the evaluation text, a grid a layer."""
+    config, record = c.geometry(variant), example_record(c, variant)
+    if config is None or record is None:
+        return []
+    letters = _letters(record.regimes)
+    if len(letters) != config.num_regimes:
+        return []
+    look = variant_looks([variant])[variant]
+    grids = []
+    sides = zip(record.example_labels["query"], record.example_labels["key"], strict=True)
+    for layer, (query, key) in enumerate(sides, start=1):
+        if len(query) != len(key) or not query or not set(query + key) <= set(letters):
+            return []
+        of_query, of_key = (
+            torch.tensor([letters.index(letter) for letter in side]) for side in (query, key)
+        )
+        grids.append(_grid(f"{look.label}, layer {layer}", look, of_query, of_key, config))
+    return grids
+
+
+def example_record(c: Comparison, variant: str) -> EvaluationRecord | None:
+    """The evaluation with the longest example, at the shortest length."""
+    found = [record for record in c.records(variant) if record.example_labels.get("query")]
+    return max(found, key=lambda r: len(r.example_labels["query"][0]), default=None)
+
+
+def median_layer(grids: Sequence[SupportGrid]) -> int:
+    """The layer whose density is in the middle: neither the most open nor the most closed."""
+    order = sorted(range(len(grids)), key=lambda index: grids[index].density)
+    return order[len(order) // 2] if order else 0
+
+
+def _letters(names: Sequence[str]) -> list[str]:
+    """As evaluations write them: the first letter of a name that no other regime has taken."""
+    taken: list[str] = []
+    for name in names:
+        taken.append(next(c for c in (*name, *ascii_uppercase, *digits) if c not in taken))
+    return taken
+
+
+def _grid(title: str, look: Look, query: Tensor, key: Tensor, config: MoSARConfig) -> SupportGrid:
+    domain = build_hard_domain(query[None], key[None], config)
+    assert domain.mask is not None
+    mask = domain.mask[0]
+    tokens = len(mask)
+    block = math.ceil(tokens / MAX_CELLS)
+    size = math.ceil(tokens / block)
+    causal = torch.ones_like(mask).tril()
+    inside, all_pairs = (_sums(m, block, size) for m in (mask, causal))
+    shares = (inside / all_pairs.clamp_min(1)).tolist()
+    return SupportGrid(
+        title=title,
+        look=look,
+        tokens=tokens,
+        block=block,
+        density=float(mask.sum() / causal.sum()),
+        shares=tuple(tuple(row[: index + 1]) for index, row in enumerate(shares)),
+    )
+
+
+def _sums(mask: Tensor, block: int, size: int) -> Tensor:
+    """How many are true in each square."""
+    whole = torch.zeros(size * block, size * block)
+    whole[: len(mask), : len(mask)] = mask
+    return whole.view(size, block, size, block).sum(dim=(1, 3))
+
+
+def shade(portion: float) -> int:
+    """Which of the shades shows this share; -1: none."""
+    return -1 if portion <= 0 else min(int(portion * len(_SHADES) - 1e-9), len(_SHADES) - 1)
+
+
+def opacity(index: int) -> float:
+    return _SHADES[index]
+
+
+def grid_svg(grid: SupportGrid) -> str:
+    """The grid as SVG, a cell a unit; runs of the same shade are one rectangle."""
+    paths: list[list[str]] = [[] for _ in _SHADES]
+    for row, shares in enumerate(grid.shares):
+        column = 0
+        while column < len(shares):
+            level, start = shade(shares[column]), column
+            while column < len(shares) and shade(shares[column]) == level:
+                column += 1
+            if level >= 0:
+                width = column - start
+                paths[level].append(f"M{start} {row}h{width}v1h-{width}z")
+    n = grid.size
+    lines = "".join(f"M0 {i}H{min(i + 1, n)}M{i} {max(i - 1, 0)}V{n}" for i in range(n + 1))
+    stairs = "M0 0" + "".join(f"H{i + 1}V{i + 1}" for i in range(n)) + "H0Z"
+    label = (
+        f"{grid.title}: {percent(grid.density * 100, signed=False)} of the causal pairs of "
+        f"{grid.tokens} tokens are evaluated"
+    )
+    cells = "".join(
+        f'<path class="cells" fill-opacity="{_SHADES[i]}" d="{"".join(path)}"/>'
+        for i, path in enumerate(paths)
+        if path
+    )
+    return (
+        f'<svg class="support" viewBox="-0.3 -0.3 {n + 0.6:g} {n + 0.6:g}" role="img" '
+        f'aria-label="{escape(label)}" style="--l:{grid.look.light};--d:{grid.look.dark}">'
+        f'<path class="ground" d="{stairs}"/>{cells}<path class="net" d="{lines}"/></svg>'
+    )

@@ -1,0 +1,441 @@
+"""Tables as data, and those of a report; `markup` and `page` write them down."""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from mosar.core.config import MoSARConfig
+from mosar.core.regimes import pair_geometry
+from mosar.records import EvaluationRecord
+from mosar.report.claims import Claim, far_accuracy, medium_reach
+from mosar.report.comparison import (
+    BASELINE,
+    Comparison,
+    Estimate,
+    Setting,
+    factor_of,
+    mean_mass,
+    mean_share,
+)
+from mosar.report.formats import (
+    MISSING,
+    number,
+    percent,
+    perplexity,
+    share,
+    times,
+)
+from mosar.report.palette import variant_looks
+from mosar.report.paper import (
+    paper_delta,
+    paper_length,
+    paper_perplexity,
+    paper_reach,
+    paper_routing,
+)
+from mosar.report.verdicts import VERDICTS, Finding, exact_density, reach_estimate, time_ratio
+
+
+@dataclass(frozen=True)
+class TableCell:
+    """What is written, and by what it sorts."""
+
+    text: str
+    sort: float | str | None = None
+    best: bool = False
+    muted: bool = False
+
+
+@dataclass(frozen=True)
+class Column:
+    label: str
+    group: str = ""
+    """A heading over neighbours of the same group."""
+    numeric: bool = True
+    brief: bool = True
+    """Shown in a terminal too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    name: str
+    title: str
+    caption: str
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[TableCell, ...], ...]
+    keys: tuple[str, ...] = ()
+    """The variant of each row, which gives it its colour."""
+    groups: tuple[str, ...] = ()
+    """A heading over rows of the same group, one a row."""
+    beneath: Literal["", "columns", "rows"] = ""
+    """Where the paper's figures are, which a page may put under ours: in the column after, or in
+    the row after (its third cell tells)."""
+
+
+def spread(estimate: Estimate, text: Callable[[float], str]) -> str:
+    """31.24 ± 0.31: the standard deviation with the mean's decimals; alone with one seed."""
+    mean = text(estimate.mean)
+    parts = re.fullmatch(r"([^\d]*[\d,]+(?:\.(\d+))?)([^\d]*)", mean)
+    if estimate.sd is None:
+        return mean
+    if parts is None:
+        return f"{mean} ± {estimate.sd:.1g}"
+    return f"{parts[1]} ± {number(estimate.sd, len(parts[2] or ''))}{parts[3]}"
+
+
+def _cell(estimate: Estimate | None, text: Callable[[float], str], expected: int = 0) -> TableCell:
+    """A mean with its spread; it says so where not all seeds have it."""
+    if estimate is None:
+        return TableCell(MISSING)
+    fewer = f" (n={estimate.n})" if expected and estimate.n != expected else ""
+    return TableCell(spread(estimate, text) + fewer, estimate.mean)
+
+
+def _theirs(value: float | None, text: Callable[[float], str]) -> TableCell:
+    """The paper's figure."""
+    return TableCell(MISSING if value is None else text(value), value, muted=True)
+
+
+def figure_cell(value: float | None, text: Callable[[float], str]) -> TableCell:
+    """A figure, or that there is none."""
+    return TableCell(MISSING) if value is None else TableCell(text(value), value)
+
+
+def _plain(text: str, sort: float | str | None = None) -> TableCell:
+    return TableCell(text, text if sort is None else sort)
+
+
+def main_table(c: Comparison) -> Table:
+    """The paper's main table with ours beside it, the best at the longest length first."""
+    factors = c.factors
+    at = 1.0 if 1.0 in factors else (factors[0] if factors else 1.0)
+    ends = list(dict.fromkeys([at, *factors[-1:]])) if BASELINE in c.evaluated else []
+    columns = [
+        Column("variant", numeric=False),
+        Column("seeds"),
+        Column("LM loss", "", brief=False),
+    ]
+    for factor in factors:
+        columns += _pair("perplexity", factor, c)
+    for factor in ends:
+        columns += _pair("against RoPE", factor, c)
+    columns += [Column("ours", "reach"), Column("paper", "reach", brief=False)]
+    looks = variant_looks(c.evaluated)
+    rows = {}
+    for variant in c.evaluated:
+        n = len(c.seeds[variant])
+        row = [_plain(looks[variant].label), TableCell(str(n), n)]
+        row.append(_cell(c.estimate(Setting(variant, at), lambda r: r.loss), _four, n))
+        for factor in factors:
+            row.append(_cell(c.estimate(Setting(variant, factor)), perplexity, n))
+            if paper_length(factor):
+                row.append(_theirs(paper_perplexity(variant, factor), perplexity))
+        for factor in ends:
+            # The baseline against itself has no spread to speak of.
+            own = Estimate({0: 0.0}) if variant == BASELINE else c.delta(variant, factor)
+            text = _hundredths if factor == at else percent
+            row.append(_cell(own, text))
+            if paper_length(factor):
+                row.append(_theirs(paper_delta(variant, factor), text))
+        row += [
+            _cell(c.reach(variant, at), _four_share),
+            _theirs(paper_reach(variant), _four_share),
+        ]
+        rows[variant] = row
+    _mark_best(list(rows.values()), columns, "perplexity")
+    last = c.longest
+
+    def rank(variant: str) -> float:
+        found = c.estimate(Setting(variant, last)) if last else None
+        return float("inf") if found is None else found.mean
+
+    order = sorted(rows, key=rank)
+    return Table(
+        name="main",
+        title="Quality and length extrapolation",
+        caption=_main_caption(c),
+        columns=tuple(columns),
+        rows=tuple(tuple(rows[variant]) for variant in order),
+        keys=tuple(order),
+        beneath="columns",
+    )
+
+
+def _main_caption(c: Comparison) -> str:
+    length = f" N = {c.train_length:,} tokens," if c.train_length else ""
+    return (
+        f"Each variant as it was trained, at multiples of the training length{length} on the same "
+        "tokens; the paper's figures at the same multiples of its 2,048 (2k, 4k, 8k). Perplexities "
+        "of different texts and models do not compare: what compares is the order and the "
+        "percentages. Mean ± standard deviation over seeds; against RoPE: within each seed. "
+        "Reach: normalized, of soft routing; by definition where there are no routers."
+    )
+
+
+def _pair(what: str, factor: float, c: Comparison) -> list[Column]:
+    """Ours, and the paper's where it has this length."""
+    group = f"{what}, {times(factor)}"
+    theirs = paper_length(factor)
+    columns = [Column("ours", group)]
+    # What compares with the paper is the difference, not the perplexity.
+    return columns + (
+        [Column(f"paper, {theirs}", group, brief=what != "perplexity")] if theirs else []
+    )
+
+
+def _mark_best(rows: list[list[TableCell]], columns: list[Column], what: str) -> None:
+    """The lowest of each column of ours, and of the paper's, in a group."""
+    for index, column in enumerate(columns):
+        if not column.group.startswith(what):
+            continue
+        figures = [row[index].sort for row in rows]
+        found = [figure for figure in figures if isinstance(figure, float)]
+        for row in rows:
+            cell = row[index]
+            if len(found) > 1 and cell.sort == min(found):
+                row[index] = TableCell(cell.text, cell.sort, best=True, muted=cell.muted)
+
+
+def routing_table(c: Comparison) -> Table:
+    """The paper's routing table: ours and the paper's under each other."""
+    columns = [
+        *(Column(name, numeric=False) for name in ("variant", "length", "")),
+        *(Column(name) for name in ("soft", "top-1", "sparse")),
+        *(Column(name) for name in ("top-1 gap", "soft reach", "top-1 reach", "density ρ")),
+        *(Column(name) for name in ("q short", "q global", "k short", "k global")),
+    ]
+    rows, keys = [], []
+    looks = variant_looks(c.routed)
+    for variant in c.routed:
+        for factor in c.factors:
+            rows.append(_routing_row(c, variant, factor, looks[variant].label))
+            keys.append(variant)
+            said = paper_routing(variant, factor)
+            if said:
+                rows.append(_paper_routing_row(said, factor, looks[variant].label))
+                keys.append(variant)
+    return Table(
+        name="routing",
+        title="Soft, top-1 and sparse routing",
+        caption="Perplexities by routing; the gap is top-1 against soft. Shares are mean "
+        "probabilities over layers and tokens of the short and the global regime, for queries (q) "
+        "and keys (k). Density: exact; the paper does not report it.",
+        columns=tuple(columns),
+        rows=tuple(rows),
+        keys=tuple(keys),
+        beneath="rows",
+    )
+
+
+def _routing_row(c: Comparison, variant: str, factor: float, label: str) -> tuple[TableCell, ...]:
+    n = len(c.seeds[variant])
+
+    def of(routing: str, value: Any = None) -> Estimate | None:
+        setting = Setting(variant, factor, routing)
+        return c.estimate(setting) if value is None else c.estimate(setting, value)
+
+    gap = c.relative(Setting(variant, factor, "top1"), Setting(variant, factor, "soft"))
+    own = Setting(variant, factor)
+    return (
+        _plain(label),
+        _plain(times(factor), factor),
+        _plain("ours"),
+        *(_cell(of(routing), perplexity, n) for routing in ("soft", "top1", "sparse")),
+        _cell(gap, percent),
+        _cell(reach_estimate(c, variant, factor, top1=False), _four_share),
+        _cell(reach_estimate(c, variant, factor, top1=True), _four_share),
+        _cell(exact_density(c, variant, factor), _four_share),
+        *(
+            _cell(c.estimate(own, mean_share(side, regime)), share)
+            for side in ("query", "key")
+            for regime in (0, -1)
+        ),
+    )
+
+
+def _paper_routing_row(said: dict[str, float], factor: float, label: str) -> tuple[TableCell, ...]:
+    return (
+        TableCell(label, label, muted=True),
+        TableCell(times(factor), factor, muted=True),
+        TableCell(f"paper, {paper_length(factor)}", "paper", muted=True),
+        _theirs(said["soft_ppl"], perplexity),
+        _theirs(said["top1_ppl"], perplexity),
+        _theirs(None, perplexity),
+        _theirs(said["gap_pct"], percent),
+        _theirs(said["soft_reach"], _four_share),
+        _theirs(said["top1_reach"], _four_share),
+        _theirs(None, share),
+        *(_theirs(said[name], share) for name in ("q_S", "q_G", "k_S", "k_G")),
+    )
+
+
+def sparse_table(c: Comparison) -> Table:
+    """Sparse execution: what it leaves out, what it changes, what it saves."""
+    columns = (
+        *(Column(name, numeric=False) for name in ("variant", "length")),
+        Column("density ρ"),
+        *(Column(name, "discarded mass") for name in ("mean", "95th percentile", "worst row")),
+        Column("sparse against top-1", "perplexity"),
+        *(Column(name, "time") for name in ("top-1, s", "sparse, s", "times as fast")),
+    )
+    looks = variant_looks(c.routed)
+    rows, keys = [], []
+    for variant in c.routed:
+        for factor in c.factors:
+            row = _sparse_row(c, variant, factor, looks[variant].label)
+            if any(cell.text != MISSING for cell in row[2:]):
+                rows.append(row)
+                keys.append(variant)
+    return Table(
+        name="sparse",
+        title="Sparse execution",
+        caption="Discarded mass: the share of a row's attention that top-1 routing has outside of "
+        "the support; mean and percentile are averaged over layers, the worst is of all rows. "
+        "Times are of the forward passes of one evaluation, the routings taken in turn.",
+        columns=columns,
+        rows=tuple(rows),
+        keys=tuple(keys),
+    )
+
+
+def _sparse_row(c: Comparison, variant: str, factor: float, label: str) -> tuple[TableCell, ...]:
+    def mass(value: Callable[[EvaluationRecord], float | None]) -> Estimate | None:
+        for routing in ("sparse", "top1", "soft"):
+            found = c.estimate(Setting(variant, factor, routing), value)
+            if found is not None:
+                return found
+        return None
+
+    def over_layers(name: str, join: Callable[[list[float]], float]):
+        return lambda r: (
+            join([layer[name] for layer in r.discarded_mass]) if r.discarded_mass else None
+        )
+
+    top1, sparse = (Setting(variant, factor, routing) for routing in ("top1", "sparse"))
+    ratio = time_ratio(c, variant, factor)
+    return (
+        _plain(label),
+        _plain(times(factor), factor),
+        _cell(exact_density(c, variant, factor), _four_share),
+        _cell(mass(mean_mass), share),
+        _cell(mass(over_layers("p95", statistics.fmean)), share),
+        _cell(mass(over_layers("worst", max)), share),
+        _cell(c.relative(sparse, top1), lambda value: percent(value, 2)),
+        *(_cell(c.estimate(s, lambda r: r.seconds), _tenths) for s in (top1, sparse)),
+        _cell(ratio, lambda value: f"{number(value, 2)}×"),
+    )
+
+
+def claims_table(judged: list[tuple[Claim, Finding]]) -> Table:
+    """What reproduces and what does not."""
+    return Table(
+        name="claims",
+        title="What reproduces and what does not",
+        caption="",
+        columns=tuple(
+            Column(name, numeric=False)
+            for name in ("the paper's claim", "paper", "ours", "verdict", "it rests on")
+        ),
+        rows=tuple(
+            (
+                _plain(claim.text),
+                TableCell(finding.paper, muted=True),
+                TableCell(finding.ours),
+                _plain(VERDICTS[finding.verdict]),
+                TableCell(finding.basis or MISSING),
+            )
+            for claim, finding in judged
+        ),
+        groups=tuple(claim.group for claim, _ in judged),
+    )
+
+
+def retrieval_table(c: Comparison) -> Table:
+    """Accuracy of the synthetic tasks, over all and from far away."""
+    beyond = medium_reach(c)
+    limit = "every reach but the global one" if beyond is None else f"{beyond:g} tokens"
+    found: dict[tuple[str, float, str, str], dict[int, tuple[float, float | None]]] = {}
+    for record in c.retrievals:
+        key = (record.task, factor_of(record), record.cell.variant, record.routing)
+        far = far_accuracy(record, beyond)
+        found.setdefault(key, {})[record.cell.seed] = (record.accuracy, far)
+    looks = variant_looks({key[2] for key in found})
+    order = list(looks)
+    rows, keys = [], []
+    for key in sorted(found, key=lambda k: (k[0], k[1], order.index(k[2]), k[3])):
+        task, factor, variant, routing = key
+        overall = Estimate({seed: pair[0] for seed, pair in sorted(found[key].items())})
+        far = {seed: p[1] for seed, p in sorted(found[key].items()) if p[1] is not None}
+        rows.append(
+            (
+                _plain(looks[variant].label),
+                _plain(routing),
+                _plain(task),
+                _plain(times(factor), factor),
+                _cell(overall, share),
+                _cell(Estimate(far) if far else None, share),
+            )
+        )
+        keys.append(variant)
+    return Table(
+        name="retrieval",
+        title="Retrieval",
+        caption="Share of right answers: over all, and of those whose target is farther away than "
+        f"{limit}.",
+        columns=(
+            *(Column(name, numeric=False) for name in ("variant", "routing", "task", "length")),
+            Column("accuracy"),
+            Column("from far"),
+        ),
+        rows=tuple(rows),
+        keys=tuple(keys),
+    )
+
+
+def pair_table(config: MoSARConfig) -> Table:
+    """The geometry of every pair of regimes."""
+    geometry = pair_geometry(config)
+    last = config.global_index
+    rows = []
+    for n in range(config.num_regimes):
+        for m in range(n + 1):
+            names = (config.regimes[m].name, config.regimes[n].name)
+            joint = "" if max(map(len, names)) == 1 else "–"
+            figures = [float(table[m, n]) for table in geometry]
+            cells = [TableCell(f"{figure:g}", figure) for figure in figures]
+            if m == n == last:
+                # It never falls.
+                cells = [TableCell("∞", math.inf), TableCell("∞", math.inf), TableCell("0", 0.0)]
+            rows.append((_plain(joint.join(names)), *cells))
+    return Table(
+        name="pairs",
+        title="Regime pairs",
+        caption="In tokens; the gate is 1 on the plateau T and falls over the transition L to its "
+        "floor at the reach δ = T + L.",
+        columns=(
+            Column("pair", numeric=False),
+            *(Column(name) for name in ("reach δ", "plateau T", "transition L")),
+        ),
+        rows=tuple(rows),
+    )
+
+
+def _hundredths(value: float) -> str:
+    return percent(value, 2)
+
+
+def _tenths(value: float) -> str:
+    return number(value, 1)
+
+
+def _four(value: float) -> str:
+    return number(value, 4)
+
+
+def _four_share(value: float) -> str:
+    return share(value, 4)

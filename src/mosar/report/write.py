@@ -1,0 +1,118 @@
+"""Writes a report: the page, the tables, the figures."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from mosar.report.charts import Bars, Chart
+from mosar.report.comparison import Comparison
+from mosar.report.experiment import ReportError, load_experiment
+from mosar.report.figures import draw_decay_kernels, draw_speedup, render_figure
+from mosar.report.markup import latex_tables, markdown_tables
+from mosar.report.page import render_page
+from mosar.report.plots import draw_bars, draw_chart, draw_diagram, draw_supports
+from mosar.report.sections import (
+    Columns,
+    Drawing,
+    Section,
+    Supports,
+    Switch,
+    all_tables,
+    any_geometry,
+    make_sections,
+)
+
+PAGE = "index.html"
+_FORMATS = ("png", "svg")
+
+
+def write_report(folder: Path | str, out: Path | str | None = None) -> Path:
+    """Makes the report of an experiment folder in `out` (default: FOLDER/report).
+
+    Returns the path of its page; a ReportError says in one line what is missing or damaged. A
+    former report in `out` is replaced, file by file; equal records give equal files.
+    """
+    experiment = load_experiment(folder)
+    out = Path(folder) / "report" if out is None else Path(out)
+    c = Comparison(experiment)
+    sections = make_sections(c)
+    tables = all_tables(sections)
+    figures = out / "figures"
+    try:
+        figures.mkdir(parents=True, exist_ok=True)
+        stale = _former_figures(out / PAGE)
+        names = []
+        for name, figure in _figures(c, sections):
+            for suffix in _FORMATS:
+                names.append(f"{name}.{suffix}")
+                _write(figures / names[-1], render_figure(figure, suffix, dpi=160))
+        for name in stale - set(names):
+            (figures / name).unlink(missing_ok=True)
+        _write(out / "tables.md", markdown_tables(tables, experiment.name).encode())
+        _write(out / "tables.tex", latex_tables(tables).encode())
+        _write(out / PAGE, render_page(c, sections, names).encode())
+    except OSError as error:
+        raise ReportError(f"cannot write {error.filename or out}: {error.strerror}") from None
+    return out / PAGE
+
+
+def _former_figures(page: Path) -> set[str]:
+    """Figures that a former report says it made; others in the folder are none of our business."""
+    try:
+        text = page.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return set()
+    found = re.search(r'<meta name="figures" content="([\w. -]*)">', text)
+    return set(found[1].split()) if found else set()
+
+
+def _figures(c: Comparison, sections: Iterable[Section]) -> Iterable[tuple[str, Figure]]:
+    """Name and figure of all that the page shows as a picture."""
+    for section in sections:
+        for item in section.items:
+            yield from _item_figures(c, item)
+    correct = [record for record in c.experiment.benchmarks if record.speedup is not None]
+    if correct:
+        yield "speedup", draw_speedup(correct)
+
+
+def _item_figures(c: Comparison, item: Any) -> Iterable[tuple[str, Figure]]:
+    match item:
+        case Chart(name="decay_kernels"):
+            config = any_geometry(c)
+            assert config is not None
+            yield item.name, draw_decay_kernels(config)
+        # Drawn by draw_speedup, all modes in one.
+        case Chart() if item.name.startswith("speedup_"):
+            return
+        case Chart():
+            yield item.name, draw_chart(item)
+        case Bars():
+            yield item.name, draw_bars(item)
+        case Switch():
+            for _, option in item.options:
+                yield from _item_figures(c, option)
+        case Columns():
+            for part in (*item.left, *item.right):
+                yield from _item_figures(c, part)
+        case Supports():
+            shown = item.routed[item.initial : item.initial + 1]
+            yield "geometry_grids", draw_supports([*item.fixed, *shown])
+        case Drawing():
+            yield "architecture", draw_diagram(item.diagram)
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_bytes(data)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,77 @@
+"""A small corpus and runs trained on it for a few steps, each made once."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from mosar.data.prepare import prepare
+from mosar.evaluation.subject import Subject
+from mosar.training.config import resolve_config
+from mosar.training.loop import train
+
+CORPUS = Path(__file__).parents[1] / "training" / "corpus"
+SHORT = (
+    *("train.steps=6", "train.warmup_steps=2", "train.checkpoint_every=3", "train.eval_every=6"),
+    *("model.hidden_size=32", "model.head_dim=8", "model.ffn_size=48", "train.keep_last=3"),
+)
+
+
+@pytest.fixture(scope="session")
+def dataset(tmp_path_factory) -> Path:
+    """The corpus in bytes; its validation split has 3,049 tokens."""
+    folder = tmp_path_factory.mktemp("data") / "corpus"
+    prepare([str(CORPUS / "train.jsonl")], folder, valid=[str(CORPUS / "valid.jsonl")])
+    return folder
+
+
+@pytest.fixture(scope="session")
+def trained(dataset, tmp_path_factory):
+    """The run folder of a variant with changes, trained once; only to be read."""
+    made: dict[tuple[str, ...], Path] = {}
+
+    def make(variant: str = "mosar", *changes: str) -> Path:
+        if (variant, *changes) not in made:
+            config = resolve_config(
+                variant=variant, preset="smoke", data=dataset, changes=[*SHORT, *changes]
+            )
+            out = tmp_path_factory.mktemp("runs") / f"{variant}-{len(made)}"
+            train(config, out, progress=False)
+            made[variant, *changes] = out
+        return made[variant, *changes]
+
+    return make
+
+
+@pytest.fixture
+def run(trained, tmp_path):
+    """A copy of a trained run that may be written to."""
+
+    def make(variant: str = "mosar", *changes: str, name: str | None = None) -> Path:
+        return shutil.copytree(trained(variant, *changes), tmp_path / (name or variant))
+
+    return make
+
+
+@pytest.fixture
+def subject(trained):
+    """A trained run, opened."""
+    return lambda variant="mosar", *changes: Subject.open(trained(variant, *changes))
+
+
+@pytest.fixture
+def scattered(subject):
+    """The same far from where it began: every regime is chosen, and every choice matters."""
+
+    def make(variant: str = "mosar", *changes: str) -> Subject:
+        made = subject(variant, *changes)
+        generator = torch.Generator().manual_seed(3)
+        with torch.no_grad():
+            for name, parameter in made.decoder.named_parameters():
+                if "bias" not in name:
+                    noise = torch.randn(parameter.shape, generator=generator)
+                    parameter.add_(noise, alpha=1.0 if "router" in name else 0.3)
+        return made
+
+    return make

@@ -1,0 +1,149 @@
+"""Discarded mass: half of what going sparse changes, row by row, and its statistics."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mosar.core.config import MoSARConfig
+from mosar.core.layout import resolve_layout
+from mosar.core.outputs import RouterOutput
+from mosar.core.reference_attention import reference_mosar_attention
+from mosar.evaluation.discarded_mass import MassTally, discarded_mass, watching
+from mosar.geometries import VARIANTS, HeadShape, LayerRouting, MoSAR
+
+LEMMA = dict(
+    length=st.integers(1, 70),
+    kv_heads=st.sampled_from([1, 2]),
+    ratio=st.sampled_from([1, 3]),
+    groups=st.booleans(),
+    sinks=st.integers(0, 2),
+    barrier=st.sampled_from([1.0, 6.0]),
+    composition=st.sampled_from(["mean", "min", "max"]),
+    softcap=st.sampled_from([None, 5.0]),
+    packed=st.booleans(),
+    seed=st.integers(0, 99),
+)
+
+
+@given(**LEMMA)
+def test_going_sparse_costs_twice_the_discarded_mass(
+    length, kv_heads, ratio, groups, sinks, barrier, composition, softcap, packed, seed
+):
+    """The lemma: |p_sparse - p_top1| = 2 mass for each row, with the probabilities themselves."""
+    generator = torch.Generator().manual_seed(seed)
+    heads, routing_groups = kv_heads * ratio, kv_heads if groups else 1
+    config = MoSARConfig.scaled(
+        32,
+        barrier=barrier,
+        composition=composition,
+        num_sinks=sinks,
+        routing_groups=routing_groups,
+        epsilon=1e-9,
+    )
+    attention = VARIANTS["mosar"]
+    geometry = MoSAR(attention, HeadShape(heads, kv_heads, 8, 32))
+    geometry.config = config
+    q = 2 * torch.randn(2, heads, length, 8, generator=generator, dtype=torch.float64)
+    k, v = torch.randn(2, 2, kv_heads, length, 8, generator=generator, dtype=torch.float64)
+    shape = (2, length, 3) if routing_groups == 1 else (2, routing_groups, length, 3)
+    logits = torch.randn(2, *shape, generator=generator, dtype=torch.float64)
+    routed = LayerRouting(*(RouterOutput(z, z.softmax(dim=-1)) for z in logits))
+    segments = None
+    if packed:
+        segments = (torch.arange(length) // max(length // 2, 1)).expand(2, length)
+    options = {"scale": 0.5, "softcap": softcap, "segment_ids": segments}
+    mass = discarded_mass(geometry, q, k, v, routed, options)
+    layout = resolve_layout(2, length, length, segment_ids=segments)
+    one_hot = [torch.nn.functional.one_hot(r.labels, 3).double() for r in routed]
+    top1, sparse = (
+        reference_mosar_attention(
+            q, k, v, *one_hot, config, layout, routing=routing, scale=0.5, softcap=softcap
+        ).attention
+        for routing in ("top1", "sparse")
+    )
+    error = (sparse - top1).abs().sum(dim=-1)
+    torch.testing.assert_close(error, 2 * mass, rtol=1e-9, atol=1e-12)
+    assert (mass >= 0).all() and (mass < 1).all()
+
+
+def test_in_float32_the_kernels_give_the_same_mass(scattered):
+    """What evaluation runs against the definition: float32 kernels, float64 probabilities."""
+    made = scattered()
+    seen = []
+    geometry = made.geometries[1]
+    attend = geometry.attend
+
+    def spy(q, k, v, **options):
+        out, routed = attend(q, k, v, **options)
+        seen.append((q, k, v, routed, options))
+        return out, routed
+
+    geometry.attend = spy
+    tokens = torch.randint(257, (2, 200), generator=torch.Generator().manual_seed(1))
+    made.decoder(tokens, routing="top1")
+    ((q, k, v, routed, options),) = seen
+    options.pop("routing")
+    ours = discarded_mass(geometry, q, k, v, routed, options)
+    wide = [tensor.double() for tensor in (q, k, v)]
+    exact = discarded_mass(geometry, *wide, routed, options)
+    assert exact.mean() > 1e-4
+    torch.testing.assert_close(ours, exact, rtol=1e-3, atol=2e-6)
+
+
+def test_watching_changes_nothing_and_ends(scattered):
+    made = scattered()
+    tokens = torch.randint(257, (2, 90), generator=torch.Generator().manual_seed(2))
+    before = made.decoder(tokens, routing="top1").hidden
+    tallies = [MassTally(), MassTally()]
+    with watching(made.geometries, tallies):
+        during = made.decoder(tokens, routing="top1").hidden
+    assert torch.equal(before, during)
+    assert all("attend" not in vars(geometry) for geometry in made.geometries)
+    summaries = [tally.summary() for tally in tallies]
+    made.decoder(tokens, routing="top1")
+    assert [tally.summary() for tally in tallies] == summaries
+    assert all(0 < s["mean"] < s["p95"] <= s["worst"] < 1 for s in summaries)
+
+
+def test_watching_ends_after_an_error(scattered):
+    made = scattered()
+    with pytest.raises(RuntimeError, match="no"), watching(made.geometries, [MassTally()] * 2):
+        raise RuntimeError("no")
+    assert all("attend" not in vars(geometry) for geometry in made.geometries)
+
+
+@given(
+    rows=st.integers(1, 3000),
+    scale=st.sampled_from([1e-7, 1e-4, 1e-2, 1.0]),
+    parts=st.integers(1, 4),
+    seed=st.integers(0, 99),
+)
+def test_statistics_of_rows(rows, scale, parts, seed):
+    generator = torch.Generator().manual_seed(seed)
+    mass = scale * torch.rand(rows, generator=generator, dtype=torch.float64) ** 3
+    tally = MassTally()
+    for part in mass.chunk(parts):
+        tally.add(part)
+    found = tally.summary()
+    assert found["mean"] == pytest.approx(float(mass.mean()), rel=1e-9)
+    assert found["worst"] == float(mass.max())
+    # The smallest mass that at most 5 % of the rows exceed.
+    exact = float(mass.sort(descending=True).values[int(rows * (1 - 0.95))])
+    # Bins are 0.1 % wide, and below 1e-9 there is only one.
+    assert exact * (1 - 1e-9) <= found["p95"] <= max(exact * 1.0011, 1.01e-9)
+
+
+def test_nothing_discarded():
+    tally = MassTally()
+    tally.add(torch.zeros(2, 3, 4, dtype=torch.float64))
+    assert tally.summary() == {"mean": 0.0, "p95": 0.0, "worst": 0.0}
+
+
+def test_a_whole_row_may_be_lost_in_principle():
+    tally = MassTally()
+    tally.add(torch.ones(10, dtype=torch.float64))
+    assert tally.summary() == {"mean": 1.0, "p95": 1.0, "worst": 1.0}
+    assert math.isclose(tally.percentile(0.5), 1.0)

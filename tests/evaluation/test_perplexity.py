@@ -1,0 +1,183 @@
+"""One length of one run: that each routing is what it says, against the dense definition."""
+
+import functools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from mosar import attention as attention_module
+from mosar import geometries
+from mosar.evaluation import perplexity, text
+from mosar.evaluation.errors import EvaluationError
+from mosar.evaluation.perplexity import evaluate_length
+from mosar.evaluation.text import EvaluationText
+
+ROUTINGS = ("soft", "top1", "sparse")
+
+
+def measure(subject, length, routings=ROUTINGS, tokens=512, lengths=None):
+    source = EvaluationText(subject, lengths or (length,), tokens=tokens)
+    return evaluate_length(
+        subject, source, length, routings, cell=subject.cell, inputs={}, advance=lambda: None
+    )
+
+
+def exact_loss(subject, length, routing, monkeypatch, tokens=512):
+    """In float64 by the dense reference, window by window, all logits."""
+    source = EvaluationText(subject, (length,), tokens=tokens)
+    subject.decoder.double()
+    losses = []
+    with monkeypatch.context() as patch:
+        reference = functools.partial(attention_module.mosar_attention, impl="reference")
+        patch.setattr(geometries, "mosar_attention", reference)
+        for tokens_BT, segments in source.batches(length):
+            output = subject.decoder(tokens_BT[:, :-1], segment_ids=segments, routing=routing)
+            assert output.hidden.dtype == torch.float64
+            logits = subject.decoder.logits(output.hidden)
+            losses.append(F.cross_entropy(logits.flatten(0, 1), tokens_BT[:, 1:].flatten()))
+    subject.decoder.float()
+    # Batches hold as many windows each.
+    return float(torch.stack(losses).mean())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        (),
+        ("attention.routing_groups=2", "attention.num_sinks=1", "attention.barrier=2"),
+        ("data.isolate_documents=true", "attention.composition=max"),
+    ],
+)
+def test_every_routing_is_the_dense_definition(scattered, monkeypatch, changes):
+    monkeypatch.setattr(text, "PASS_TOKENS", 256)
+    made = scattered("mosar", *changes)
+    records = {record.routing: record for record in measure(made, 256)}
+    losses = {routing: exact_loss(made, 256, routing, monkeypatch) for routing in ROUTINGS}
+    for routing, record in records.items():
+        assert record.loss == pytest.approx(losses[routing], rel=2e-6), routing
+    # Otherwise the three could be one: what separates them is far above rounding.
+    for one, other in (("soft", "top1"), ("top1", "sparse")):
+        assert abs(losses[one] - losses[other]) > 1e-4
+    assert all(min(row) > 0 for row in records["sparse"].shares_top1["query"])
+
+
+def test_sparse_really_runs_the_sparse_kernel(scattered, monkeypatch):
+    made = scattered()
+    calls = []
+    kernels = attention_module._kernels(
+        attention_module._choose_implementation(
+            "auto", torch.zeros(1, 1, 2048, 8), torch.zeros(1, 1, 2048, 8)
+        )
+    )
+    for name in ("sparse_attention", "worth_attention"):
+        real = getattr(kernels, name)
+        monkeypatch.setattr(
+            kernels,
+            name,
+            lambda *a, _real=real, _name=name, **k: calls.append(_name) or _real(*a, **k),
+        )
+    if not kernels.__name__.endswith("native"):
+        # Without a compiler, short contexts would take the reference.
+        monkeypatch.setattr(attention_module, "_FEW_PAIRS", 0)
+    monkeypatch.setattr(perplexity, "HARD", ())
+    layers, passes = 2, 1 + 1
+    for routing, expected in (("sparse", "sparse_attention"), ("top1", "worth_attention")):
+        calls.clear()
+        measure(made, 256, (routing,))
+        assert calls == [expected] * layers * passes
+
+
+def test_a_record_says_what_was_done(scattered):
+    made = scattered()
+    records = measure(made, 128, lengths=(64, 128, 256))
+    assert [record.routing for record in records] == list(ROUTINGS)
+    for record in records:
+        assert (record.step, record.train_length, record.length) == (6, 64, 128)
+        assert (record.windows, record.tokens) == (4, 512)
+        assert record.cell.variant == "mosar" and record.cell.preset == "smoke"
+        assert 0 < record.loss_stderr < record.loss
+        assert record.seconds > 0
+        assert record.regimes == ["S", "M", "G"]
+        assert len(record.layer_density) == 2
+        assert record.density == pytest.approx(sum(record.layer_density) / 2)
+        assert 0 < record.density < 1
+        assert 0 < record.reach_top1 < 1 and 0 < record.reach_soft < 1
+        assert [bucket[1] for bucket in record.buckets][3] == 64
+        assert record.perplexity == math.exp(record.loss)
+    soft, top1, sparse = records
+    assert soft.discarded_mass == []
+    assert top1.discarded_mass == sparse.discarded_mass
+    assert len(sparse.discarded_mass) == 2
+    # The first layer sees the same in every routing, later ones do not.
+    for side in ("query", "key"):
+        assert soft.shares_soft[side][0] == sparse.shares_soft[side][0]
+        assert soft.shares_soft[side][1] != sparse.shares_soft[side][1]
+
+
+def test_matched_lengths_differ_only_in_what_may_be_seen(subject):
+    """With a window of the training length, cutting the text there changes little but the start."""
+    made = subject("rope-m-mask")
+    short, long = (measure(made, length, ("native",), lengths=(64, 256))[0] for length in (64, 256))
+    assert short.tokens == long.tokens
+    assert short.windows == 4 * long.windows
+    # Of a longer window the first 64 positions are a window of 64 of its own.
+    first = [row for row in long.buckets if row[1] <= 64]
+    starts = EvaluationText(made, (64, 256), tokens=512)
+    tokens = torch.cat([batch for batch, _ in starts.batches(256)])[:, :65]
+    hidden = made.decoder(tokens[:, :-1]).hidden
+    own = perplexity.token_losses(made.decoder, hidden, tokens[:, 1:])
+    weighed = sum(row[2] * row[3] for row in first) / sum(row[3] for row in first)
+    assert weighed == pytest.approx(float(own.mean()), rel=1e-5)
+
+
+@pytest.mark.parametrize("variant", ["rope", "alibi", "p-rope", "fixed-s", "fixed-m"])
+def test_variants_that_evaluate_every_pair(subject, variant):
+    (record,) = measure(subject(variant), 128, ("native",))
+    assert (record.density, record.layer_density) == (1.0, [])
+    assert record.reach_soft is None and record.reach_top1 is None
+    assert record.discarded_mass == record.regimes == []
+    assert record.shares_soft == record.shares_top1 == record.example_labels == {}
+
+
+@pytest.mark.parametrize("isolated", [False, True])
+def test_the_window_of_the_mask_is_counted(subject, isolated):
+    changes = ("data.isolate_documents=true",) if isolated else ()
+    made = subject("rope-m-mask", *changes)
+    (record,) = measure(made, 128, ("native",), lengths=(128,))
+    assert record.layer_density == [record.density] * 2
+    distances = torch.arange(128)[:, None] - torch.arange(128)
+    inside = causal = 0
+    for _, segments in EvaluationText(made, (128,), tokens=512).batches(128):
+        there = (distances >= 0).expand(4, 128, 128)
+        if segments is not None:
+            there = there & (segments[:, :, None] == segments[:, None, :])
+        causal += int(there.sum())
+        inside += int((there & (distances <= 16)).sum())
+    assert record.density == inside / causal
+
+
+def test_routings_take_turns(scattered, monkeypatch):
+    monkeypatch.setattr(text, "PASS_TOKENS", 128)
+    order = []
+    real = perplexity._losses
+
+    def spy(subject, tokens, segments, routing):
+        order.append(routing)
+        return real(subject, tokens, segments, routing)
+
+    monkeypatch.setattr(perplexity, "_losses", spy)
+    measure(scattered(), 128, tokens=512)
+    warm_up, rounds = order[:3], [order[i : i + 3] for i in range(3, 15, 3)]
+    assert warm_up == list(ROUTINGS)
+    assert [turn[0] for turn in rounds] == ["soft", "top1", "sparse", "soft"]
+    assert all(sorted(turn) == sorted(ROUTINGS) for turn in rounds)
+
+
+def test_a_loss_that_is_not_a_number_is_said(subject):
+    made = subject()
+    with torch.no_grad():
+        made.decoder.norm.weight.fill_(math.nan)
+    with pytest.raises(EvaluationError, match=r"is nan at length 64 with routing soft"):
+        measure(made, 64)

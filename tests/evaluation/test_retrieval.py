@@ -1,0 +1,184 @@
+"""Retrieval: the accuracy of decoders whose answers are known, by distance."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mosar.data.tasks import TASKS, make_windows
+from mosar.evaluation.evaluate import evaluate
+from mosar.evaluation.retrieval import (
+    Questions,
+    answer,
+    by_distance,
+    distance_bounds,
+    evaluate_retrieval,
+    marked_reaches,
+)
+from mosar.evaluation.subject import Subject
+from mosar.records import Cell, RetrievalRecord, read_records
+from mosar.training.config import resolve_config
+from mosar.training.loop import train
+
+SMALL = (
+    *("train.steps=2", "train.warmup_steps=1", "train.micro_batch=2", "train.eval_batches=1"),
+    *("model.max_length=64", "model.hidden_size=16", "model.num_heads=2", "model.num_kv_heads=1"),
+    *("model.head_dim=8", "model.ffn_size=16", "model.num_layers=1"),
+)
+
+
+@pytest.fixture(scope="module")
+def task_run(tmp_path_factory):
+    """A run folder of a task, hardly trained."""
+
+    def make(task, variant="mosar"):
+        config = resolve_config(
+            variant=variant,
+            preset="retrieval",
+            data="nowhere",
+            changes=[*SMALL, f"data.task={task}"],
+        )
+        out = tmp_path_factory.mktemp(task) / variant
+        train(config, out, progress=False)
+        return out
+
+    return make
+
+
+class Oracle:
+    """A decoder that knows the answers to questions up to a distance, and no others."""
+
+    def __init__(self, windows, reach, vocab_size):
+        self.windows, self.vocab_size = windows, vocab_size
+        tokens, length = windows.tokens, windows.tokens.shape[1] - 1
+        self.said = torch.zeros(len(tokens), length, dtype=torch.int64) + vocab_size - 1
+        for row, (places, distances) in enumerate(
+            zip(windows.answers, windows.distances, strict=True)
+        ):
+            for place, distance in zip(places, distances, strict=True):
+                if distance <= reach:
+                    self.said[row, place] = tokens[row, place + 1]
+
+    def __call__(self, tokens, routing):
+        assert torch.equal(tokens, self.windows.tokens[:, :-1])
+        return SimpleNamespace(
+            hidden=torch.nn.functional.one_hot(self.said, self.vocab_size).float()
+        )
+
+    def logits(self, hidden):
+        return hidden
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("reach", [0, 5, 32, 10_000])
+def test_an_oracle_of_a_reach_is_seen_to_have_it(task, reach):
+    made = TASKS[task](64)
+    windows = make_windows(made, range(40), 200, split="test")
+    subject = SimpleNamespace(
+        decoder=Oracle(windows, reach, made.vocab_size), device=torch.device("cpu")
+    )
+    right = answer(subject, windows, "native")
+    assert right.shape == windows.distances.shape
+    assert torch.equal(right, windows.distances <= reach)
+    rows = by_distance(right.flatten(), windows.distances.flatten(), distance_bounds(200, [reach]))
+    assert sum(row[3] for row in rows) == right.numel()
+    assert {row[2] for row in rows if row[1] - 1 <= reach} <= {1.0}
+    assert {row[2] for row in rows if row[0] > reach} <= {0.0}
+
+
+def test_one_wrong_token_spoils_a_passkey():
+    made = TASKS["passkey"](64)
+    windows = make_windows(made, range(3), 64, split="test")
+    oracle = Oracle(windows, 10_000, made.vocab_size)
+    oracle.said[1, windows.answers[1, 0, 2]] = made.vocab_size - 1
+    subject = SimpleNamespace(decoder=oracle, device=torch.device("cpu"))
+    assert answer(subject, windows, "soft").tolist() == [[True], [False], [True]]
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 64, 100, 256, 257, 1000])
+def test_bounds_hold_every_distance_and_end_at_the_reaches(length):
+    bounds = distance_bounds(length, [16.5, 24, length])
+    assert bounds[0] == 1 and bounds == sorted(set(bounds))
+    assert bounds[-1] > length
+    if length > 24:
+        # The last distance of a group is the reach itself.
+        assert {17, 25} <= set(bounds)
+
+
+def test_groups():
+    distances = torch.tensor([1, 2, 3, 4, 5, 8, 9])
+    right = torch.tensor([1, 0, 1, 0, 1, 1, 0], dtype=torch.bool)
+    assert by_distance(right, distances, [1, 2, 3, 5, 9, 17, 33]) == [
+        *([1, 2, 1.0, 1], [2, 3, 0.0, 1], [3, 5, 0.5, 2], [5, 9, 1.0, 2], [9, 17, 0.0, 1]),
+    ]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_run_of_a_task_is_asked(task, task_run):
+    folder = task_run(task)
+    records = evaluate(folder, tokens=512, progress=False)
+    assert [(record.length, record.routing) for record in records] == [
+        (length, routing) for length in (64, 128, 256) for routing in ("soft", "top1", "sparse")
+    ]
+    for record in records:
+        assert isinstance(record, RetrievalRecord)
+        assert (record.task, record.step, record.train_length) == (task, 2, 64)
+        assert record.answers == (512 // record.length) * (4 if task == "recall" else 1)
+        assert record.answers == sum(row[3] for row in record.by_distance)
+        weighed = sum(row[2] * row[3] for row in record.by_distance)
+        assert record.accuracy == pytest.approx(weighed / record.answers)
+        assert record.reaches == {"S": 4.0, "M": 16.0, "G": 64.0}
+        path = (
+            folder / "evaluations" / f"step-00000002-len-{record.length:05d}-{record.routing}.json"
+        )
+        assert read_records(path) == [record]
+    assert evaluate(folder, tokens=512, progress=False) == records
+    assert evaluate(folder, tokens=256, progress=False) != records
+
+
+def test_accuracy_is_that_of_the_decoder(task_run):
+    subject = Subject.open(task_run("recall", "rope"))
+    questions = Questions(subject, (64,), 1024)
+    (record,) = evaluate_retrieval(
+        *(subject, questions, 64, ("native",)),
+        cell=Cell(variant="rope", preset="retrieval", seed=0),
+        inputs={},
+        advance=lambda: None,
+    )
+    windows = make_windows(questions.task, range(16), 64, split="test")
+    said = subject.decoder.logits(subject.decoder(windows.tokens[:, :-1]).hidden).argmax(dim=-1)
+    right = (said == windows.tokens[:, 1:])[windows.scored]
+    assert record.answers == right.numel() == 64
+    assert record.accuracy == pytest.approx(float(right.double().mean()))
+
+
+@pytest.mark.parametrize(
+    ("variant", "reaches"),
+    [
+        ("rope", {}),
+        ("alibi", {}),
+        ("fixed-s", {"S": 4.0}),
+        ("rope-m-mask", {"M": 16.0}),
+        ("mosar-cost", {"S": 4.0, "M": 16.0, "G": 64.0}),
+    ],
+)
+def test_marks_are_the_regimes_that_a_variant_has(task_run, variant, reaches):
+    assert marked_reaches(Subject.open(task_run("passkey", variant))) == reaches
+
+
+def test_wrong_arguments(task_run):
+    folder = task_run("recall", "rope")
+    with pytest.raises(
+        ValueError, match="lengths must be at least 32 for recall learnt at 64, got"
+    ):
+        evaluate(folder, lengths=[16], progress=False)
+    with pytest.raises(ValueError, match="tokens must be at least 256, one window; got 100"):
+        evaluate(folder, tokens=100, progress=False)
+    with pytest.raises(ValueError, match="learnt the task recall, which has no data"):
+        evaluate(folder, data="anywhere", progress=False)
+
+
+def test_chance_is_a_guess_among_what_is_there():
+    assert TASKS["recall"](256).chance == 1 / 16
+    assert math.isclose(TASKS["passkey"](256).chance, 1 / 256)

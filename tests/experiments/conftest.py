@@ -1,0 +1,1 @@
+from training.conftest import dataset  # noqa: F401

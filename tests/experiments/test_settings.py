@@ -1,0 +1,106 @@
+"""Which cells an experiment has."""
+
+from pathlib import Path
+
+import pytest
+
+from mosar.experiments.settings import Axis, ExperimentSettings
+from mosar.geometries import VARIANTS
+from mosar.records import Cell
+
+
+def settings(**given):
+    return ExperimentSettings(**{"preset": "smoke", "data": Path("data")} | given)
+
+
+def names(experiment):
+    return [cell.name for cell in experiment.cells()]
+
+
+def test_seed_by_seed():
+    assert names(settings(variants=("rope", "mosar"), seeds=2)) == [
+        *("rope-seed0", "mosar-seed0", "rope-seed1", "mosar-seed1")
+    ]
+    assert len(settings().cells()) == len(VARIANTS) == 8
+
+
+def test_seeds_reach_parameters_and_data(dataset):
+    experiment = settings(variants=("rope", "mosar"), seeds=2, data=dataset)
+    configs = [experiment.config(cell) for cell in experiment.cells()]
+    assert [(c.train.seed, c.data.seed) for c in configs] == [(0, 0), (0, 0), (1, 1), (1, 1)]
+    assert {c.variant for c in configs} == {"rope", "mosar"}
+
+
+def test_an_axis_repeats_those_who_read_it(dataset):
+    axis = Axis.parse("attention.barrier=4, 6,8")
+    experiment = settings(variants=("rope", "fixed-s", "mosar"), grid=axis, data=dataset)
+    assert names(experiment) == [
+        "rope-seed0",
+        *(f"fixed-s-seed0-attention.barrier={b}" for b in (4, 6, 8)),
+        *(f"mosar-seed0-attention.barrier={b}" for b in (4, 6, 8)),
+    ]
+    barriers = [experiment.config(cell).attention.barrier for cell in experiment.cells()]
+    assert barriers == [6.0, 4.0, 6.0, 8.0, 4.0, 6.0, 8.0]
+
+
+def test_every_variant_reads_an_axis_of_the_model_or_the_training():
+    experiment = settings(grid=Axis.parse("train.learning_rate=1e-3,2e-3"))
+    assert len(experiment.cells()) == 16
+
+
+REGIMES = (
+    '[{"name":"S","reach":4.0,"plateau":0.5},{"name":"G","reach":64.0,"plateau":1.0}]',
+    '[{"name":"S","reach":8.0,"plateau":0.5},{"name":"G","reach":64.0,"plateau":1.0}]',
+)
+
+
+def test_an_axis_of_regimes(dataset):
+    axis = Axis.parse(f"attention.regimes={REGIMES[0]},{REGIMES[1]}")
+    assert axis.values == REGIMES
+    experiment = settings(variants=("rope", "rope-m-mask", "mosar"), grid=axis, data=dataset)
+    mosar = experiment.cells()[-2:]
+    assert [experiment.config(cell).attention.regimes[0].reach for cell in mosar] == [4.0, 8.0]
+    # What no file can be called is named by its hash.
+    assert len({cell.name for cell in mosar}) == 2
+    assert all("{" not in cell.name and len(cell.name) < 60 for cell in mosar)
+
+
+def test_a_cell_is_named_after_what_it_is():
+    cell = Cell(variant="mosar", preset="small", seed=2, grid={"attention.cost_weight": "1e-2"})
+    assert cell.name == "mosar-seed2-attention.cost_weight=1e-2"
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        ({"preset": "huge"}, "preset must be one of smoke, quick, small"),
+        ({"variants": ("ropee",)}, "did you mean 'rope'?"),
+        ({"variants": ("rope", "rope")}, "variants must be named once"),
+        ({"variants": ()}, "at least one variant is needed"),
+        ({"seeds": 0}, "seeds must be at least 1, got 0"),
+        ({"changes": ("train.seed=3",)}, "train.seed is set by the experiment, not by --set"),
+    ],
+)
+def test_refused(given, said):
+    with pytest.raises(ValueError, match=said.replace("?", r"\?")):
+        settings(**given)
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("attention.barrier", "a grid is written dotted.key=value,value"),
+        ("attention.barrier=4,,6", "a grid is written"),
+        ("attention.barrier=4,4", "names each value once"),
+        ("attention.barier=4,6", "did you mean 'attention.barrier'"),
+        ("attention.barrier=high", "attention.barrier must be a number, got 'high'"),
+    ],
+)
+def test_refused_axis(text, said):
+    with pytest.raises(ValueError, match=said):
+        Axis.parse(text)
+
+
+def test_an_axis_that_nobody_reads():
+    with pytest.raises(ValueError, match=r"none of the variants rope, alibi reads attention.bar"):
+        settings(variants=("rope", "alibi"), grid=Axis.parse("attention.barrier=4,6"))

@@ -1,0 +1,325 @@
+"""The page in a real browser: it draws, sorts, hides, changes colour and fits a phone."""
+
+import re
+import warnings
+
+import pytest
+
+from report.browser import Browser, find_browser
+
+MISSING = (
+    "THE PAGE IS NOT TESTED IN A BROWSER: there is no chromium here; install it with "
+    "`apt-get install chromium` to run these tests"
+)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    path = find_browser()
+    if path is None:
+        warnings.warn(MISSING, stacklevel=1)
+        pytest.skip(MISSING)
+    browser = Browser(path)
+    yield browser
+    browser.close()
+
+
+@pytest.fixture(scope="module")
+def file(page, tmp_path_factory):
+    path = tmp_path_factory.mktemp("page") / "index.html"
+    path.write_text(page, encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def tab(browser, file):
+    """The page, fresh, on a desktop in the light; afterwards it must have had no error."""
+    browser.open(file)
+    browser.evaluate("localStorage.clear()")
+    browser.open(file)
+    yield browser
+    assert browser.errors == []
+    assert browser.requests == [file.absolute().as_uri()]
+
+
+def click(tab, selector):
+    tab.evaluate(f"document.querySelector({selector!r}).click()")
+
+
+def test_everything_is_drawn(tab):
+    """Each figure has a size, and each line of a chart too, inside of its picture."""
+    sizes = tab.evaluate(
+        "[...document.querySelectorAll('figure svg:not(.sample)')].map(s => {"
+        " const b = s.getBoundingClientRect();"
+        " return [s.closest('figure').id, b.width, b.height, !!s.closest('[hidden]')] })"
+    )
+    shown = [size for size in sizes if not size[3]]
+    assert len(shown) >= 20
+    assert not [size for size in shown if min(size[1:3]) < 60]
+    lines = tab.evaluate(
+        "[...document.querySelectorAll('.series .line')].filter(l => !l.closest('[hidden]'))"
+        ".map(l => l.getTotalLength())"
+    )
+    assert len(lines) >= 80 and min(lines) > 10
+
+
+def test_no_text_is_cut_off(tab):
+    """Labels of charts stay inside of the cards."""
+    outside = tab.evaluate(
+        "[...document.querySelectorAll('.chart .plot svg text')].filter(t => {"
+        " if (t.closest('[hidden]')) return false;"
+        " const a = t.getBoundingClientRect(), b = t.closest('.card').getBoundingClientRect();"
+        " return a.width && (a.left < b.left - 1 || a.right > b.right + 1) }"
+        ").map(t => t.textContent)"
+    )
+    assert outside == []
+
+
+def column(tab, index):
+    return tab.evaluate(
+        "[...document.querySelectorAll('#table-main tbody tr')]"
+        f".map(r => r.cells[{index}].dataset.sort)"
+    )
+
+
+def test_sorting_sorts(tab):
+    heads = tab.evaluate(
+        "[...document.querySelectorAll('#table-main thead tr:last-child th')]"
+        ".map(h => h.textContent)"
+    )
+    assert heads[0] == "variant" and len(heads) >= 9
+    for index in (2, 3, len(heads) - 1):
+        button = f"#table-main thead tr:last-child th:nth-child({index + 1}) button"
+        before = list(map(float, column(tab, index)))
+        click(tab, button)
+        assert list(map(float, column(tab, index))) == sorted(before)
+        click(tab, button)
+        assert list(map(float, column(tab, index))) == sorted(before, reverse=True)
+    sorts = tab.evaluate(
+        "[...document.querySelectorAll('#table-main thead [aria-sort]')]"
+        ".map(h => h.getAttribute('aria-sort'))"
+    )
+    assert sorts == ["none"] * (len(heads) - 1) + ["descending"]
+    click(tab, "#table-main thead tr:last-child th:nth-child(1) button")
+    names = column(tab, 0)
+    assert [name.lower() for name in names] == sorted(name.lower() for name in names)
+
+
+def test_cells_without_a_figure_sort_last(tab):
+    values = (
+        "[...document.querySelectorAll('#table-routing tbody tr')].map(r => r.cells[4].textContent)"
+    )
+    tab.evaluate(
+        "(() => { const c = document.querySelector('#table-routing tbody tr').cells[4];"
+        " delete c.dataset.sort; c.textContent = 'nothing' })()"
+    )
+    for _ in range(2):
+        click(tab, "#table-routing thead tr:last-child th:nth-child(5) button")
+        assert tab.evaluate(values)[-1] == "nothing"
+
+
+def series(tab, key):
+    return tab.evaluate(
+        f"[...document.querySelectorAll('.series[data-key=\"{key}\"]')]"
+        ".filter(s => !s.closest('[hidden]')).map(s => s.getBoundingClientRect().width > 0)"
+    )
+
+
+def drawing(tab):
+    return tab.evaluate(
+        "[...document.querySelectorAll('.series .line')].map(l => l.getAttribute('d'))"
+        ".concat([...document.querySelectorAll('.series .dot')]"
+        ".map(l => l.getAttribute('transform')))"
+        ".concat([...document.querySelectorAll('.series .band')].map(l => l.getAttribute('d')))"
+    )
+
+
+def axis(tab):
+    return tab.evaluate(
+        "[...document.querySelectorAll('.plot > svg[data-box]')]"
+        ".map(s => [...s.querySelectorAll('.yaxis text')].map(t => t.textContent))"
+    )
+
+
+def test_legend_hides_a_variant_everywhere(tab):
+    chip = "#fig-perplexity_by_length .chip[data-key=p-rope]"
+    assert all(series(tab, "p-rope")) and len(series(tab, "p-rope")) >= 5
+    click(tab, chip)
+    assert not any(series(tab, "p-rope"))
+    assert all(series(tab, "mosar")) and all(series(tab, "rope"))
+    pressed = tab.evaluate(
+        "[...document.querySelectorAll('.chip[data-key=p-rope]')]"
+        ".map(c => c.getAttribute('aria-pressed'))"
+    )
+    assert set(pressed) == {"false"} and len(pressed) >= 5
+    click(tab, chip)
+    assert all(series(tab, "p-rope"))
+
+
+def test_axes_follow_what_is_visible(tab):
+    """Without the collapsed variants the scale is closer; with all it is as Python drew it."""
+    drawn, labels = drawing(tab), axis(tab)
+    heights = (
+        "(() => { const b = document.querySelector("
+        "'#fig-delta_by_length .series[data-key=mosar]:not([data-note]) .line').getBBox();"
+        " return b.height })()"
+    )
+    before = tab.evaluate(heights)
+    click(tab, "#fig-delta_by_length .chip[data-key=p-rope]")
+    assert tab.evaluate(heights) > 1.5 * before
+    assert axis(tab) != labels
+    assert tab.evaluate("document.getElementById('all').hidden") is False
+    click(tab, "#all")
+    assert tab.evaluate("document.getElementById('all').hidden") is True
+    assert axis(tab) == labels
+    again = drawing(tab)
+    assert len(again) == len(drawn)
+    for new, old in zip(again, drawn, strict=True):
+        numbers = [list(map(float, re.findall(r"-?[\d.]+", path))) for path in (new, old)]
+        assert numbers[0] == pytest.approx(numbers[1], abs=0.15)
+
+
+def test_notes_can_be_hidden(tab):
+    click(tab, '#fig-delta_by_length .chip[data-key="note:paper"]')
+    hidden = tab.evaluate(
+        "[...document.querySelectorAll('.series[data-note=paper]')].every(s => "
+        "getComputedStyle(s).display === 'none')"
+    )
+    assert hidden is True and all(series(tab, "rope"))
+
+
+def colours(tab):
+    return tab.evaluate(
+        "['body', '.card', '.series[data-key=mosar] .line', '.series[data-key=rope] .line',"
+        " '.node.router rect', '.support .cells'].map(s => {"
+        " const c = getComputedStyle(document.querySelector(s));"
+        " return [c.backgroundColor, c.color, c.stroke, c.fill].join() })"
+    )
+
+
+def test_theme_follows_the_system_and_the_button(tab, file):
+    light = colours(tab)
+    click(tab, "#theme")
+    dark = colours(tab)
+    assert all(a != b for a, b in zip(light, dark, strict=True))
+    # It is remembered, whatever the system prefers.
+    tab.open(file, dark=False)
+    assert colours(tab) == dark
+    click(tab, "#theme")
+    assert colours(tab) == light
+    tab.evaluate("localStorage.clear()")
+    tab.open(file, dark=True)
+    assert colours(tab) == dark
+
+
+@pytest.mark.parametrize("width", [320, 375, 768, 1280])
+def test_page_never_scrolls_sideways(tab, file, width):
+    tab.open(file, width=width)
+    tab.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
+    assert tab.evaluate("document.documentElement.scrollWidth") <= width
+    tab.evaluate("scrollTo(500, 0)")
+    assert tab.evaluate("scrollX") == 0
+    # Wide tables scroll in their own box.
+    wide = tab.evaluate(
+        "[...document.querySelectorAll('.scroll')].filter(b => b.scrollWidth > b.clientWidth + 1)"
+        ".map(b => getComputedStyle(b).overflowX)"
+    )
+    assert set(wide) <= {"auto"} and (wide or width > 1000)
+
+
+def test_labels_are_readable_on_a_phone(tab, file):
+    tab.open(file, width=375)
+    heights = tab.evaluate(
+        "[...document.querySelectorAll('.chart:not(#fig-architecture) .plot svg text')]"
+        ".filter(t => !t.closest('[hidden]')).map(t => { const b = t.getBoundingClientRect();"
+        " return b.width && Math.min(b.height, b.width > b.height ? b.height : 99) })"
+    )
+    assert min(height for height in heights if height) >= 9
+
+
+def test_tooltip_reads_the_values(tab):
+    tab.evaluate(
+        "document.querySelector('#fig-perplexity_by_length')"
+        ".scrollIntoView({behavior: 'instant', block: 'center'})"
+    )
+    box = tab.evaluate(
+        "(() => { const b = document.querySelector('#fig-perplexity_by_length .plot')"
+        ".getBoundingClientRect(); return [b.left, b.top, b.width, b.height] })()"
+    )
+    assert tab.evaluate("document.getElementById('tip').hidden") is True
+    tab.move(box[0] + box[2] * 0.9, box[1] + box[3] / 2)
+    tab.wait("!document.getElementById('tip').hidden")
+    text = tab.evaluate("document.getElementById('tip').innerText")
+    assert "4× · 2,048" in text and "MoSAR" in text and "±" in text
+    # Highest first.
+    values = [float(value) for value in re.findall(r"(\d+\.\d+) ±", text)]
+    assert len(values) == 8 and values == sorted(values, reverse=True)
+    tab.move(5, 5)
+    tab.wait("document.getElementById('tip').hidden")
+
+
+def test_arrow_keys_read_the_values(tab):
+    tab.evaluate("document.querySelector('#fig-delta_by_length .plot').focus()")
+    tab.press("ArrowRight")
+    first = tab.evaluate("document.getElementById('tip').innerText")
+    tab.press("ArrowRight")
+    second = tab.evaluate("document.getElementById('tip').innerText")
+    assert "1× · 512" in first and "2× · 1,024" in second
+    tab.press("Escape")
+    assert tab.evaluate("document.getElementById('tip').hidden") is True
+
+
+def test_one_of_several_is_shown(tab):
+    shown = "[...document.querySelectorAll('#switch-position .panel')].map(p => p.offsetHeight > 0)"
+    assert tab.evaluate(shown) == [True, False, False]
+    tab.evaluate(
+        "(() => { const s = document.querySelector('#switch-position select'); s.value = '2';"
+        " s.dispatchEvent(new Event('change')) })()"
+    )
+    assert tab.evaluate(shown) == [False, False, True]
+    layers = "[...document.querySelectorAll('.geometry.switch [data-panel]')].map(p => !p.hidden)"
+    assert sum(tab.evaluate(layers)) == 1 and len(tab.evaluate(layers)) == 6
+
+
+def test_verdicts_can_be_filtered(tab):
+    rows = (
+        "[...document.querySelectorAll('.claims tbody tr[data-verdict]')]"
+        ".filter(r => r.offsetHeight > 0).map(r => r.dataset.verdict)"
+    )
+    before = tab.evaluate(rows)
+    assert "holds" in before and len(set(before)) > 1
+    click(tab, "button[data-verdict=holds]")
+    assert tab.evaluate(rows) == [verdict for verdict in before if verdict != "holds"]
+    empty = tab.evaluate(
+        "[...document.querySelectorAll('.claims .group')].filter(g => g.offsetHeight > 0).length"
+    )
+    assert 0 < empty < 6
+    click(tab, "button[data-verdict=holds]")
+    assert tab.evaluate(rows) == before
+
+
+def test_every_heading_has_its_place_in_the_menu(tab):
+    targets = tab.evaluate(
+        "[...document.querySelectorAll('.bar nav a')].map(a => "
+        "document.querySelector(a.hash)?.tagName)"
+    )
+    assert targets == ["SECTION"] * 11
+
+
+def test_only_a_part_of_an_experiment(browser, tmp_path):
+    from mosar.report.comparison import Comparison
+    from mosar.report.experiment import load_experiment
+    from mosar.report.page import render_page
+    from mosar.report.sections import make_sections
+    from report.synthetic import write_experiment
+
+    folder = write_experiment(
+        tmp_path / "part", variants=("rope",), seeds=(0,), retrieval=False, benchmarks=False
+    )
+    c = Comparison(load_experiment(folder))
+    path = tmp_path / "index.html"
+    path.write_text(render_page(c, make_sections(c), []), encoding="utf-8")
+    browser.open(path, width=375)
+    assert browser.errors == []
+    assert browser.evaluate("document.documentElement.scrollWidth") == 375
+    assert browser.evaluate("document.querySelectorAll('.missing').length") >= 5

@@ -1,0 +1,181 @@
+"""Verdicts: by their rule, at its edges, and not where there is nothing to judge."""
+
+from dataclasses import replace
+
+import pytest
+
+from mosar.report.claims import CLAIMS, judged_claims
+from mosar.report.comparison import Comparison, Estimate, Setting
+from mosar.report.experiment import load_experiment
+from mosar.report.verdicts import (
+    Finding,
+    best,
+    bounded,
+    falls,
+    greater,
+    judge,
+    kept,
+    lower,
+    reach_estimate,
+    tied,
+    time_ratio,
+    together,
+)
+from report import synthetic
+from report.synthetic import write_experiment
+
+
+def seeds(*values):
+    return Estimate(dict(enumerate(values)))
+
+
+@pytest.mark.parametrize(
+    ("values", "spread", "verdict", "basis"),
+    [
+        ((1.0, 1.1, 0.9), None, "holds", "3 seeds"),
+        ((-1.0, -1.1, -0.9), None, "fails", "3 seeds"),
+        ((1.0, -1.1, 0.9), None, "noise", "3 seeds"),
+        # sd 1, three seeds: two standard errors are 1.1547.
+        ((0.16, 1.16, 2.16), None, "holds", "3 seeds"),
+        ((0.15, 1.15, 2.15), None, "noise", "3 seeds"),
+        ((1.0,), None, "holds", "one seed, no error bar"),
+        ((-0.01,), None, "fails", "one seed, no error bar"),
+        ((0.0,), None, "noise", "one seed, no error bar"),
+        ((1.0,), 0.4, "holds", "one seed, spread of the others"),
+        ((1.0,), 0.6, "noise", "one seed, spread of the others"),
+        ((-1.3,), 0.6, "fails", "one seed, spread of the others"),
+    ],
+)
+def test_the_rule(values, spread, verdict, basis):
+    assert judge(seeds(*values), spread) == (verdict, basis)
+
+
+def test_several_comparisons_hold_if_all_do():
+    def parts(*verdicts):
+        return [(str(i), Finding("p", "o", v, "3 seeds")) for i, v in enumerate(verdicts)]
+
+    assert together(parts("holds", "holds")).verdict == "holds"
+    assert together(parts("holds", "noise")).verdict == "noise"
+    assert together(parts("noise", "fails", "holds")).verdict == "fails"
+    assert together(parts("unmeasured", "unmeasured")).verdict == "unmeasured"
+    partly = together(parts("holds", "unmeasured"))
+    assert (partly.verdict, partly.basis) == ("holds", "3 seeds; not measured: 1")
+    assert partly.ours == "0 o · 1 o"
+
+
+def test_shares_and_reaches():
+    assert greater(seeds(0.3, 0.31), seeds(0.1, 0.11), "s").verdict == "holds"
+    assert greater(seeds(0.1, 0.11), seeds(0.3, 0.31), "s").verdict == "fails"
+    assert greater(None, seeds(0.3), "s").verdict == "unmeasured"
+    change = falls(seeds(0.4, 0.41), seeds(0.2, 0.2), "s")
+    assert (change.verdict, change.ours) == ("holds", "0.405 → 0.200 (−51 %)")
+
+
+def compare(folder, monkeypatch=None, quality=None, **changes):
+    if quality:
+        monkeypatch.setattr(synthetic, "_QUALITY", synthetic._QUALITY | quality)
+    changes = {"retrieval": False, "benchmarks": False} | changes
+    return Comparison(load_experiment(write_experiment(folder, **changes)))
+
+
+def test_lower_and_best_follow_the_records(tmp_path, monkeypatch):
+    c = compare(tmp_path, monkeypatch, {"alibi": (0.9, 0.9, 0.9), "mosar": (0.9, 0.9, 1.5)})
+    assert lower(c, Setting("alibi", 4.0), Setting("rope", 4.0)).verdict == "holds"
+    worse = lower(c, Setting("mosar", 4.0), Setting("rope", 4.0))
+    assert worse.verdict == "fails" and worse.ours.startswith("+")
+    assert worse.paper == "−19.6 %"
+    lost = best(c, "mosar", 4.0)
+    assert lost.verdict == "fails" and lost.ours.endswith("against ALiBi")
+    assert lost.paper == "−0.2 % against ALiBi"
+    assert best(c, "alibi", 4.0).verdict == "holds"
+    assert tied(c, Setting("mosar", 1.0), Setting("alibi", 1.0)).verdict == "holds"
+    assert tied(c, Setting("mosar", 4.0), Setting("alibi", 4.0)).verdict == "fails"
+    assert kept(c, Setting("alibi", 4.0), Setting("alibi", 1.0)).verdict == "holds"
+    assert kept(c, Setting("mosar", 4.0), Setting("mosar", 1.0)).verdict == "fails"
+
+
+def test_a_gap_is_bounded_or_not(comparison, tmp_path, monkeypatch):
+    found = bounded(comparison, "mosar", (1.0, 2.0))
+    assert found.verdict == "holds" and found.paper == "1× +3.5 % · 2× +3.9 %"
+    monkeypatch.setattr("mosar.report.verdicts.BOUNDED", 4.0)
+    assert bounded(comparison, "mosar", (1.0, 2.0)).verdict == "fails"
+
+
+def test_time_ratio_is_top1_over_sparse(comparison):
+    ratios = []
+    for seed in range(3):
+        times = {
+            routing: record.seconds
+            for routing in ("top1", "sparse")
+            for record in comparison.records("mosar", 4.0, routing)
+            if record.cell.seed == seed
+        }
+        ratios.append(times["top1"] / times["sparse"])
+    assert list(time_ratio(comparison, "mosar").values.values()) == pytest.approx(ratios)
+
+
+def test_top1_reach_is_that_of_the_top1_pass(tmp_path, monkeypatch):
+    plain = synthetic.make_evaluation
+
+    def made(cell, factor, routing="native"):
+        record = plain(cell, factor, routing)
+        return replace(record, reach_top1=0.125) if routing == "top1" else record
+
+    monkeypatch.setattr(synthetic, "make_evaluation", made)
+    c = compare(tmp_path, variants=("mosar",), seeds=(0,))
+    assert reach_estimate(c, "mosar", 2.0, top1=True).mean == 0.125
+    assert reach_estimate(c, "mosar", 2.0, top1=False).mean != 0.125
+
+
+def test_one_seed_borrows_the_spread_of_others(tmp_path):
+    c = compare(tmp_path, seeds={"rope": (0, 1, 2), "mosar": (0, 1, 2)})
+    spread = c.delta("mosar", 4.0).sd
+    assert c.seed_spread(4.0) == pytest.approx(spread)
+    found = lower(c, Setting("alibi", 4.0), Setting("rope", 4.0))
+    assert (found.verdict, found.basis) == ("holds", "one seed, spread of the others")
+
+
+def test_all_claims_of_a_whole_experiment_are_judged(comparison):
+    found = {claim.name: finding for claim, finding in judged_claims(comparison)}
+    assert len(found) == len(CLAIMS) >= 25
+    assert not [name for name, finding in found.items() if finding.verdict == "unmeasured"]
+    assert all(finding.paper and finding.ours for finding in found.values())
+    assert found["better-than-rope"].verdict == "holds"
+    assert found["p-rope-collapses"].verdict == "holds"
+    assert found["cost-reopens"].verdict != "holds"
+    assert found["low-reach"].paper == "0.2210"
+    assert "0.4375" in found["low-reach"].ours
+    assert found["long-links"].verdict == "holds"
+    assert found["throughout"].paper == "RoPE 12 of 12 · mask 12 of 12"
+
+
+def test_every_claim_can_fail(tmp_path, monkeypatch):
+    """Records turned upside down leave hardly a claim standing."""
+    quality = {
+        "mosar": (1.2, 1.3, 1.9),
+        "mosar-cost": (1.0, 1.0, 1.0),
+        "fixed-s": (1.1, 1.1, 1.1),
+        "fixed-m": (1.1, 1.1, 1.1),
+        "rope-m-mask": (0.8, 0.8, 0.8),
+        "rope": (1.0, 0.9, 0.8),
+        "p-rope": (0.7, 0.7, 0.7),
+    }
+    monkeypatch.setattr(
+        synthetic,
+        "_SHARES",
+        {
+            "mosar": {"query": (0.15, 0.15, 0.7), "key": (0.5, 0.1, 0.4)},
+            "mosar-cost": {"query": (0.1, 0.1, 0.8), "key": (0.1, 0.1, 0.8)},
+        },
+    )
+    c = compare(tmp_path, monkeypatch, quality)
+    found = {claim.name: finding.verdict for claim, finding in judged_claims(c)}
+    untouched = {"gap", "top1-reach", "reach-falls", "density-falls", "sparse-same"}
+    untouched |= {"sparse-faster", "long-links", "queries-stable", "keys-open", "cost-reopens"}
+    holding = {name for name, verdict in found.items() if verdict == "holds"}
+    assert holding <= untouched
+
+
+def test_nothing_to_judge(tmp_path):
+    c = compare(tmp_path, variants=("alibi",), seeds=(0,))
+    assert {finding.verdict for _, finding in judged_claims(c)} == {"unmeasured"}

@@ -1,0 +1,161 @@
+"""What is computed from records, against sums written out here."""
+
+import math
+import statistics
+
+import pytest
+
+from mosar.records import Cell
+from mosar.report.comparison import (
+    Comparison,
+    Estimate,
+    Setting,
+    geometry_of,
+    mean_mass,
+    mean_share,
+    relative_percent,
+)
+from mosar.report.experiment import load_experiment
+from mosar.report.formats import setting
+from report.synthetic import ALL, make_config, make_evaluation, perplexity, write_experiment
+
+
+def compare(folder, **changes):
+    changes = {"retrieval": False, "benchmarks": False} | changes
+    return Comparison(load_experiment(write_experiment(folder, **changes)))
+
+
+def test_estimates_are_means_over_seeds(comparison):
+    values = [perplexity(Cell(variant="rope", preset="small", seed=s), 4) for s in range(3)]
+    found = comparison.estimate(Setting("rope", 4.0))
+    assert found is not None and found.n == 3
+    assert found.mean == pytest.approx(sum(values) / 3)
+    assert found.sd == pytest.approx(statistics.stdev(values))
+    assert found.stderr == pytest.approx(statistics.stdev(values) / math.sqrt(3))
+    assert list(found.values) == [0, 1, 2]
+
+
+def test_differences_are_taken_within_a_seed(comparison):
+    cells = [
+        (
+            Cell(variant="mosar", preset="small", seed=s),
+            Cell(variant="rope", preset="small", seed=s),
+        )
+        for s in range(3)
+    ]
+    values = [(perplexity(a, 2) / perplexity(b, 2) - 1) * 100 for a, b in cells]
+    found = comparison.delta("mosar", 2.0)
+    assert found.mean == pytest.approx(statistics.fmean(values))
+    assert found.sd == pytest.approx(statistics.stdev(values))
+
+
+def test_seeds_that_only_one_side_has_do_not_count():
+    found = relative_percent(Estimate({0: 2.0, 1: 3.0}), Estimate({1: 2.0, 2: 9.0}))
+    assert found is not None and found.values == {1: pytest.approx(50.0)}
+    assert relative_percent(Estimate({0: 2.0}), Estimate({1: 2.0})) is None
+    assert relative_percent(None, Estimate({1: 2.0})) is None
+    assert Estimate({0: 2.0}).sd is None and Estimate({0: 2.0}).stderr is None
+
+
+def test_own_routing_and_what_was_evaluated(comparison):
+    assert comparison.variants == comparison.evaluated
+    assert sorted(comparison.evaluated) == sorted(ALL)
+    assert comparison.routed == ["mosar", "mosar-cost"]
+    assert comparison.own_routing("mosar") == "soft"
+    assert comparison.own_routing("rope") == "native"
+    assert comparison.routings("mosar") == ["soft", "top1", "sparse"]
+    assert comparison.factors == [1.0, 2.0, 4.0] and comparison.longest == 4.0
+    assert comparison.train_length == 512
+    assert comparison.estimate(Setting("nope", 1.0)) is None
+    assert comparison.estimate(Setting("rope", 3.0)) is None
+
+
+def test_shares_and_mass_are_means_over_layers():
+    record = make_evaluation(Cell(variant="mosar", preset="small", seed=1), 2, "top1")
+    layers = record.shares_soft["key"]
+    assert mean_share("key", -1)(record) == pytest.approx(sum(x[-1] for x in layers) / len(layers))
+    hard = record.shares_top1["query"]
+    assert mean_share("query", 0, top1=True)(record) == pytest.approx(
+        sum(x[0] for x in hard) / len(hard)
+    )
+    masses = [layer["mean"] for layer in record.discarded_mass]
+    assert mean_mass(record) == pytest.approx(sum(masses) / len(masses))
+    plain = make_evaluation(Cell(variant="rope", preset="small", seed=1), 2)
+    assert mean_mass(plain) is None and mean_share("key", 0)(plain) is None
+
+
+@pytest.mark.parametrize(
+    ("variant", "reach"),
+    [("rope", 1), ("alibi", 1), ("p-rope", 1), ("fixed-s", 1 / 16), ("fixed-m", 1 / 4),
+     ("rope-m-mask", 1 / 4)],
+)  # fmt: skip
+def test_reach_without_routers_is_nominal(comparison, variant, reach):
+    assert comparison.reach(variant, 1.0).mean == pytest.approx(reach)
+    assert comparison.reach(variant, 4.0).mean == pytest.approx(reach if reach == 1 else reach / 4)
+
+
+def test_geometry_of_a_configuration():
+    config = make_config(Cell(variant="mosar", preset="small", seed=0))
+    assert [regime.reach for regime in geometry_of(config).regimes] == [32, 128, 512]
+    config["attention"]["regimes"] = [
+        {"name": "near", "reach": 10, "plateau": 0.5},
+        {"name": "all", "reach": 512, "plateau": 1.0},
+    ]
+    assert [regime.name for regime in geometry_of(config).regimes] == ["near", "all"]
+    for broken in ({}, {"attention": {}}, config | {"model": {}}, config | {"attention": []}):
+        assert geometry_of(broken) is None
+
+
+def test_grid_cells_are_an_axis_and_stay_out_of_the_comparison(comparison):
+    assert comparison.point == {}
+    assert not any(cell.grid for cell in comparison.cells.values())
+    (key,) = comparison.axes
+    points = comparison.axes[key]
+    # The cells outside of the grid lie on it, where their configuration says.
+    assert [point.value for point in points] == [4.0, 6.0, 8.0, 10.0]
+    assert [len(point.cells["mosar"]) for point in points] == [1, 3, 1, 1]
+    found = comparison.along_axis(points[0].cells["mosar"], 4.0, None, lambda r: r.perplexity)
+    cell = Cell(variant="mosar", preset="small", seed=0, grid={key: "4.0"})
+    assert found.values == {0: pytest.approx(perplexity(cell, 4))}
+
+
+def test_of_a_grid_without_plain_cells_the_papers_point_is_compared(tmp_path):
+    grid = {"attention.barrier": [4.0, 6, 8.0]}
+    c = compare(tmp_path, variants=(), grid=grid, grid_variants=("mosar", "rope"))
+    assert c.point == {"attention.barrier": "6"}
+    assert sorted(c.cells) == ["mosar-seed0-attention.barrier=6", "rope-seed0-attention.barrier=6"]
+    assert c.delta("mosar", 1.0) is not None
+
+
+def test_values_of_an_axis_may_be_words(tmp_path):
+    grid = {"attention.composition": ["min", "max", "mean"]}
+    c = compare(tmp_path, variants=(), grid=grid)
+    assert c.point == {"attention.composition": "mean"}
+    assert [p.value for p in c.axes["attention.composition"]] == ["max", "mean", "min"]
+
+
+def test_regimes_can_be_an_axis(tmp_path):
+    values = [
+        f'[{{"name":"S","reach":{reach},"plateau":0.75}},{{"name":"G","reach":512,"plateau":1}}]'
+        for reach in (64, 32)
+    ]
+    c = compare(tmp_path, variants=(), grid={"attention.regimes": values})
+    labels = [setting(point.value) for point in c.axes["attention.regimes"]]
+    assert labels == ["S 32, G 512", "S 64, G 512"]
+    assert [regime.name for regime in c.geometry("mosar").regimes] == ["S", "G"]
+
+
+def test_the_latest_step_counts(tmp_path):
+    from dataclasses import replace
+
+    from mosar.records import append_record
+
+    folder = write_experiment(
+        tmp_path, variants=("rope",), seeds=(0,), factors=(1,), retrieval=False, benchmarks=False
+    )
+    cell = Cell(variant="rope", preset="small", seed=0)
+    for step, loss in ((2000, 1.5), (100, 9.0)):
+        record = replace(make_evaluation(cell, 1), step=step, loss=loss)
+        append_record(folder / "records" / "later.jsonl", record)
+    c = Comparison(load_experiment(folder))
+    assert c.estimate(Setting("rope", 1.0)).mean == pytest.approx(math.exp(1.5))

@@ -1,0 +1,162 @@
+"""What `mosar report` writes: complete, the same again, and nothing that is not its own."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from mosar.cli import app
+from mosar.report.experiment import ReportError
+from mosar.report.write import write_report
+from report.synthetic import write_experiment
+
+
+def small(folder, **changes):
+    changes = {"seeds": (0,), "retrieval": False, "benchmarks": False} | changes
+    return write_experiment(folder, **{"variants": ("rope", "alibi"), "factors": (1,)} | changes)
+
+
+def files(folder):
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def run(*arguments, width=120):
+    return CliRunner().invoke(
+        app, [str(argument) for argument in arguments], env={"COLUMNS": str(width)}
+    )
+
+
+@pytest.fixture(scope="module")
+def written(folder, tmp_path_factory):
+    out = tmp_path_factory.mktemp("out") / "report"
+    assert write_report(folder, out) == out / "index.html"
+    return out
+
+
+def test_everything_is_written(written):
+    made = files(written)
+    assert {"index.html", "tables.md", "tables.tex"} <= set(made)
+    names = {name.split("/")[1] for name in made if name.startswith("figures/")}
+    stems = {name.rpartition(".")[0] for name in names}
+    assert names == {f"{stem}.{suffix}" for stem in stems for suffix in ("png", "svg")}
+    assert stems >= {
+        *("architecture", "decay_kernels", "geometry_grids", "validation_curves"),
+        *("perplexity_by_length", "delta_by_length", "gap_by_length", "validation_delta"),
+        *("density_by_length", "reach_by_length", "discarded_mass_mosar", "speedup"),
+        *("regime_shares_mosar_1x", "perplexity_by_position_4x", "retrieval_passkey_2048"),
+        *("grid_attention_barrier_perplexity", "grid_attention_barrier_discarded_mass"),
+    }
+    for name, data in made.items():
+        if name.endswith(".png"):
+            assert data.startswith(b"\x89PNG") and len(data) > 5000, name
+        elif name.endswith(".svg"):
+            assert data.startswith(b"<?xml"), name
+
+
+def test_figures_show_what_the_page_shows(written):
+    """Every chart of the page is a file, and its lines are in it by name."""
+    page = (written / "index.html").read_text()
+    charts = set(re.findall(r'<figure class="card \w+" id="fig-([\w.-]+)"', page))
+    stems = {path.stem for path in (written / "figures").iterdir()}
+    assert {name for name in charts if not name.startswith("speedup")} <= stems
+    svg = (written / "figures" / "perplexity_by_length.svg").read_text()
+    assert all(f'id="{name}"' in svg for name in ("mosar", "rope", "fixed-m"))
+
+
+def test_tables_hold_the_main_table(written):
+    markdown = (written / "tables.md").read_text()
+    assert "| MoSAR | 3 |" in markdown and "12.208" in markdown
+    assert "does not hold" in markdown or "within noise" in markdown
+    tex = (written / "tables.tex").read_text()
+    assert r"\toprule" in tex and "12.208" in tex and r"\ensuremath{\pm}" in tex
+
+
+def test_equal_records_give_equal_files(tmp_path):
+    for name in ("a", "b"):
+        write_report(small(tmp_path / name / "run", variants=("rope", "mosar")))
+    first, second = (files(tmp_path / name / "run" / "report") for name in ("a", "b"))
+    assert first.keys() == second.keys()
+    assert [name for name in first if first[name] != second[name]] == []
+
+
+def test_a_former_report_is_replaced_and_nothing_else(tmp_path):
+    folder = small(tmp_path / "run", factors=(1, 2))
+    out = tmp_path / "out"
+    write_report(folder, out)
+    assert (out / "figures" / "delta_by_length.svg").exists()
+    (out / "figures" / "mine.png").write_bytes(b"mine")
+    (out / "notes.txt").write_text("mine")
+    for path in (folder / "records").glob("rope*"):
+        path.unlink()
+    write_report(folder, out)
+    assert not (out / "figures" / "delta_by_length.svg").exists()
+    assert not (out / "figures" / "delta_by_length.png").exists()
+    assert (out / "figures" / "perplexity_by_length.svg").exists()
+    assert (out / "figures" / "mine.png").read_bytes() == b"mine"
+    assert (out / "notes.txt").read_text() == "mine"
+    assert not list(out.rglob("*.tmp"))
+
+
+def test_command_shows_the_main_table_and_the_path(tmp_path):
+    folder = small(tmp_path / "run")
+    result = run("report", folder)
+    assert result.exit_code == 0, result.output
+    assert f"The report: {folder / 'report' / 'index.html'}" in result.stdout
+    assert "ALiBi" in result.stdout and "vs RoPE" in result.stdout
+    assert (folder / "report" / "index.html").exists()
+
+
+def test_command_writes_elsewhere(tmp_path):
+    folder, out = small(tmp_path / "run", variants=("rope",)), tmp_path / "a" / "b"
+    result = run("report", folder, "--out", out)
+    assert result.exit_code == 0
+    assert (out / "index.html").exists() and not (folder / "report").exists()
+
+
+def failing(result, *parts):
+    assert result.exit_code == 1
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("mosar: error: ")
+    for part in parts:
+        assert str(part) in line
+
+
+def test_failures_are_one_line(tmp_path):
+    failing(run("report", tmp_path / "nothing"), "there is no folder")
+    failing(run("report", tmp_path), "no records in")
+    folder = small(tmp_path / "run", variants=("rope",))
+    path = folder / "records" / "rope-seed0.jsonl"
+    path.write_text(path.read_text().replace('"loss": ', '"loss": "x', 1))
+    failing(run("report", folder), path, "line 2: ")
+    assert not (folder / "report").exists()
+    assert run("report").exit_code == 2
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    folder = small(tmp_path / "run", variants=("rope",))
+    (tmp_path / "taken").write_text("")
+    failing(run("report", folder, "--out", tmp_path / "taken"), "cannot write")
+    with pytest.raises(ReportError, match="cannot write"):
+        write_report(folder, tmp_path / "taken")
+
+
+def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):
+    for name in [name for name in sys.modules if name.startswith(("matplotlib", "mosar.report"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    failing(run("report", tmp_path), 'pip install "mosar[report]"')
+
+
+def test_the_data_files_are_packaged():
+    """They are found where the package is, not beside the tests."""
+    code = "from importlib.resources import files; f = files('mosar.report'); " + (
+        "print(all(f.joinpath(n).is_file() for n in ('page.css', 'page.js', 'paper.json')))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout == "True\n"
