@@ -40,8 +40,8 @@ def test_main_table(comparison):
     assert cell.sort == pytest.approx(statistics.fmean(values))
     assert cell.text == f"{statistics.fmean(values):.2f} ± {statistics.stdev(values):.2f}"
     assert row[column(table, "perplexity, 4×", "paper, 8k")].text == "12.208"
-    assert row[column(table, "against RoPE, 4×", "paper, 8k")].text == "−19.6 %"
-    assert row[column(table, "against RoPE, 1×", "paper, 2k")].text == "−1.99 %"
+    assert row[column(table, "vs RoPE, 4×", "paper, 8k")].text == "−19.6 %"
+    assert row[column(table, "vs RoPE, 1×", "paper, 2k")].text == "−1.99 %"
     assert row[column(table, "reach", "paper")].text == "0.2210"
     assert row[1].text == "3"
 

@@ -23,6 +23,9 @@ from mosar.report.paper import paper_delta, paper_length, paper_routing
 from mosar.report.tables import spread
 from mosar.report.verdicts import exact_density, time_ratio
 
+# What the abstract tells of retrieval: the adaptive one, the fixed one, the dense one.
+_TOLD = ("mosar", "fixed-m", "rope")
+
 
 class Tile(NamedTuple):
     """A figure that is worth a glance."""
@@ -119,14 +122,14 @@ def _sparse(c: Comparison) -> str:
     if gap is None or rho is None:
         return ""
     text = (
-        f"Executed sparsely, on {percent(rho.mean * 100, signed=False)} of the causal pairs, "
-        f"{times(c.longest)} costs {percent(gap.mean)} of perplexity against soft routing"
+        f"Executed sparsely at {times(c.longest)}, on {percent(rho.mean * 100, signed=False)} of "
+        f"the causal pairs, MoSAR's perplexity is {_below(gap)} that of soft routing"
     )
     top = c.relative(top1, soft)
     if top is not None:
-        text += f" (top-1: {percent(top.mean)})"
+        text += f" (top-1: {percent(top.mean)}),"
     if ratio is not None:
-        text += f" and runs {number(ratio.mean, 2)} times as fast as top-1"
+        text += f" and it runs {number(ratio.mean, 2)} times as fast as top-1"
     return f"{text}."
 
 
@@ -147,13 +150,13 @@ def _retrieval(c: Comparison) -> str:
         shown = [
             f"{looks[name].label} {percent(means[name] * 100, 0, signed=False)}"
             for name in sorted(means, key=lambda name: -means[name])
-            if name in looks
+            if name in _TOLD
         ]
         if shown:
-            said.append(f"{task}: {listed(shown)}")
+            said.append(f"{listed(shown)} ({task})")
     if not said:
         return ""
-    return f"Found from farther away than {beyond:g} tokens: {'; '.join(said)}."
+    return f"Right answers from farther away than {beyond:g} tokens: {'; '.join(said)}."
 
 
 def _claims(c: Comparison) -> str:

@@ -36,7 +36,7 @@ class Box(NamedTuple):
 
 
 WIDTH, HEIGHT = 520, 320
-BOX = Box(58, 16, 448, 252)
+BOX = Box(70, 16, 438, 252)
 
 # Around (0, 0); a disc of radius 4 has about the same weight.
 MARKER_PATHS = {

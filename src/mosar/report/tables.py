@@ -123,7 +123,7 @@ def main_table(c: Comparison) -> Table:
     for factor in factors:
         columns += _pair("perplexity", factor, c)
     for factor in ends:
-        columns += _pair("against RoPE", factor, c)
+        columns += _pair("vs RoPE", factor, c)
     columns += [Column("ours", "reach"), Column("paper", "reach", brief=False)]
     looks = variant_looks(c.evaluated)
     rows = {}

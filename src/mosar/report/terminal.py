@@ -42,7 +42,7 @@ _LEVELS = 5
 def _keeps(column: Column, level: int) -> bool:
     if not column.brief or (level >= 2 and column.label.startswith("paper")):
         return False
-    return level < 4 or not column.group.startswith("against")
+    return level < 4 or not column.group.startswith("vs")
 
 
 def _text(cell: TableCell, column: Column, level: int) -> str:
@@ -64,7 +64,7 @@ def _renderable(table: Table, level: int) -> RichTable:
         group = "" if column.group == previous else column.group
         previous = column.group
         # "perplexity, 4×" becomes two short lines.
-        words = group.replace("against", "vs").replace("perplexity", "ppl").split(",")
+        words = group.replace("perplexity", "ppl").split(",")
         head = [*(word.strip() for word in words), ""][:2]
         result.add_column(
             "\n".join([*head, column.label.replace("paper, ", "paper ")]).strip("\n"),
