@@ -95,7 +95,7 @@ def test_another_task_in_the_same_folder_is_refused(tmp_path):
 
 def test_a_task_of_another_version_is_refused(tmp_path, monkeypatch):
     train(configure(), tmp_path / "run", progress=False)
-    monkeypatch.setattr("mosar.training.batches.VERSION", 2)
+    monkeypatch.setattr("mosar.training.batches.VERSION", 0)
     with pytest.raises(TrainingError, match="learnt recall from windows that this version does"):
         train(configure(), tmp_path / "run", progress=False)
 
@@ -108,17 +108,17 @@ def test_accumulation_only_rounds(tmp_path):
 
 
 def test_a_task_needs_no_data_and_brings_its_vocabulary():
-    assert configure("recall").model.vocab_size == 80
+    assert configure("recall").model.vocab_size == 96
     assert configure("passkey").model.vocab_size == 66
     assert configure("recall", "mosar", "model.vocab_size=300").model.vocab_size == 300
-    assert configure("recall", "mosar", "model.max_length=256").model.vocab_size == 128
+    assert configure("recall", "mosar", "model.max_length=256").model.vocab_size == 288
     config = resolve_config(variant="rope", preset="retrieval", data="nowhere")
-    assert config.data.task == "recall" and config.model.vocab_size == 128
+    assert config.data.task == "recall" and config.model.vocab_size == 288
 
 
 def test_what_cannot_be_learnt_is_said(tmp_path):
     for changes, message in (
-        (("model.vocab_size=50",), "vocab_size is 50, but the task recall has 80 different tokens"),
+        (("model.vocab_size=50",), "vocab_size is 50, but the task recall has 96 different tokens"),
         (("model.max_length=7",), "max_length must be at least 8 for the task recall, got 7"),
     ):
         with pytest.raises(TrainingError, match=message):

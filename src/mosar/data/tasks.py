@@ -1,9 +1,9 @@
 """Synthetic tasks of retrieval: windows made when they are asked for, each from its name alone.
 
     passkey   … filler … KEY a b c d … filler … ASK a b c d      say the key again
-    recall    … k v … k' v' … filler … k' v' … filler … k v …    each key's value, once more
+    recall    … n a … m b … filler … m b … filler … n a …        each name's symbol, once more
 
-Only the answers count: the key after ASK, the value after a key that was there before. Distances
+Only the answers count: the key after ASK, the symbol after a name that was there before. Distances
 run from the token that has to answer to what it has to find, and every octave (2^(i-1), 2^i] of
 them is as likely as any other: short links are learnt from, long ones stay rare per token.
 
@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-VERSION = 1
+VERSION = 2
 """Of the windows; a change to what is made must change it."""
 _FILLERS = 32
 
@@ -53,17 +53,12 @@ class Task(Protocol):
     shortest: int
     """The least length of a window."""
     chance: float
-    """The share of right answers of who picks among the symbols that a window holds."""
+    """The share of right answers of who picks among the symbols that were told."""
 
     def __init__(self, train_length: int) -> None: ...
 
-    def window(
-        self, draws: Draws, length: int, *, practice: bool
-    ) -> tuple[NDArray, NDArray, NDArray]:
-        """Tokens [length + 1], answers [A, K] and distances [A] of one window.
-
-        practice: one to learn from, which may be an easier one.
-        """
+    def window(self, draws: Draws, length: int) -> tuple[NDArray, NDArray, NDArray]:
+        """Tokens [length + 1], answers [A, K] and distances [A] of one window."""
         ...
 
 
@@ -80,10 +75,9 @@ class Passkey:
         self.shortest = 4 * self.size
         self.chance = float(self.size) ** -self.size
 
-    def window(
-        self, draws: Draws, length: int, *, practice: bool
-    ) -> tuple[NDArray, NDArray, NDArray]:
-        key = 2 + draws.many(self.symbols, self.size)
+    def window(self, draws: Draws, length: int) -> tuple[NDArray, NDArray, NDArray]:
+        # No symbol twice, so that each says which one follows it.
+        key = 2 + draws.order(self.symbols)[: self.size]
         tokens = 2 + self.symbols + draws.many(_FILLERS, length + 1)
         ask = length - self.size
         distance = draws.distance(self.size, ask - 1)
@@ -94,39 +88,29 @@ class Passkey:
 
 
 class Recall:
-    """Associative recall with many queries: keys with their values, each asked for once later.
+    """Associative recall with many queries: names with their symbols, each asked for once later.
 
-    There is a pair to 16 inputs of a training window, and as many in a window of any length. To
-    learn from, there are also windows of 1, 2, 4 … pairs, which are told and asked for repeatedly.
+    There is a name to eight inputs of a training window, so that the told and the asked take half
+    of its places; there are as many in a window of any length.
     """
 
     name = "recall"
-    values = 32
 
     def __init__(self, train_length: int) -> None:
-        self.answers = max(train_length // 16, 1)
-        self.keys = 4 * self.answers
-        self.vocab_size = self.keys + self.values + _FILLERS
-        # So that pairs and questions take half of the places at most.
+        self.answers = max(train_length // 8, 1)
+        self.names = self.symbols = 4 * self.answers
+        self.vocab_size = self.names + self.symbols + _FILLERS
         self.shortest = 8 * self.answers
-        self.chance = 1 / min(self.answers, self.values)
+        self.chance = 1 / self.answers
 
-    def window(
-        self, draws: Draws, length: int, *, practice: bool
-    ) -> tuple[NDArray, NDArray, NDArray]:
-        tokens = self.keys + self.values + draws.many(_FILLERS, length + 1)
-        pairs = self.answers
-        if practice:
-            # Nobody finds one pair among many who has not found one among few.
-            octaves = (self.answers - 1).bit_length() + 1
-            pairs = min(1 << draws.below(octaves), self.answers)
-        pair = np.arange(self.answers) % pairs
-        keys = draws.order(self.keys)[pair]
-        values = self.keys + draws.many(self.values, self.answers)[pair]
+    def window(self, draws: Draws, length: int) -> tuple[NDArray, NDArray, NDArray]:
+        tokens = self.names + self.symbols + draws.many(_FILLERS, length + 1)
+        names = draws.order(self.names)[: self.answers]
+        symbols = self.names + draws.order(self.symbols)[: self.answers]
         free = np.ones(length // 2, dtype=bool)
         places = np.array([_place(draws, free) for _ in range(self.answers)])
         for at in places.T:
-            tokens[2 * at], tokens[2 * at + 1] = keys, values
+            tokens[2 * at], tokens[2 * at + 1] = names, symbols
         told, asked = places.T
         return tokens, 2 * asked[:, None], 2 * (asked - told) - 1
 
@@ -152,11 +136,7 @@ def make_windows(
     if length < task.shortest:
         raise ValueError(f"length must be at least {task.shortest} for {task.name}, got {length}")
     made = [
-        task.window(
-            Draws(f"{VERSION}/{task.name}/{split}/{seed}/{length}/{index}"),
-            length,
-            practice=split == "train",
-        )
+        task.window(Draws(f"{VERSION}/{task.name}/{split}/{seed}/{length}/{index}"), length)
         for index in indices
     ]
     return TaskWindows(
