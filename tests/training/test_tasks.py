@@ -167,11 +167,14 @@ def test_a_run_folder_of_before_tasks_resumes(smoke, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ["rope", "mosar"])
-@pytest.mark.parametrize("task", TASKS)
-def test_the_preset_learns_its_tasks(variant, task, tmp_path):
+@pytest.mark.parametrize(("task", "steps"), [("passkey", 3000), ("recall", 1000)])
+def test_the_preset_learns_its_tasks(variant, task, steps, tmp_path):
     """Minutes each: the validation loss ends far below that of guessing among what is there."""
     config = resolve_config(
-        variant=variant, preset="retrieval", data="nowhere", changes=[f"data.task={task}"]
+        variant=variant,
+        preset="retrieval",
+        data="nowhere",
+        changes=[f"data.task={task}", f"train.steps={steps}"],
     )
     train(config, tmp_path / "run", progress=False)
     assert read_metrics(tmp_path / "run", "valid")[-1]["lm_loss"] < 0.5
