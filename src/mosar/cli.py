@@ -391,7 +391,7 @@ def reproduce(
         from mosar.data.errors import DataError
         from mosar.experiments.command import run_reproduce_command
         from mosar.experiments.run import ExperimentError
-        from mosar.training.errors import TrainingInterrupted
+        from mosar.training.errors import TrainingError, TrainingInterrupted
 
         if threads is not None:
             torch.set_num_threads(threads)
@@ -414,7 +414,7 @@ def reproduce(
         except KeyboardInterrupt:
             typer.echo("mosar: stopped; the same command goes on", err=True)
             raise typer.Exit(130) from None
-        except (DataError, ExperimentError) as error:
+        except (DataError, ExperimentError, TrainingError) as error:
             raise CommandFailed(str(error)) from None
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None

@@ -17,8 +17,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from mosar.data.errors import DataError
-from mosar.evaluation.errors import EvaluationError
 from mosar.evaluation.evaluate import evaluate
 from mosar.experiments.progress import CellReporter, Display
 from mosar.experiments.record import training_record
@@ -26,7 +24,7 @@ from mosar.experiments.settings import ExperimentSettings
 from mosar.experiments.work import evaluation_work, guess_seconds, spoken, training_work
 from mosar.records import Cell, Record, TrainingRecord, environment, read_records
 from mosar.training.checkpoints import list_steps, replace_synced
-from mosar.training.errors import TrainingError, TrainingInterrupted
+from mosar.training.errors import TrainingInterrupted
 from mosar.training.loop import train
 from mosar.training.run_folder import CHECKPOINTS, locked
 
@@ -89,8 +87,9 @@ def _run(settings: ExperimentSettings, out: Path, progress: bool) -> ExperimentR
                 finished.append(cell)
             except TrainingInterrupted:
                 raise
-            except (TrainingError, EvaluationError, DataError, ValueError) as error:
-                failed[cell.name] = " ".join(str(error).split())
+            # RuntimeError: torch's own too, like memory that cannot be had.
+            except (RuntimeError, MemoryError, ValueError) as error:
+                failed[cell.name] = " ".join(str(error).split()) or type(error).__name__
                 _write_failure(out, cell, failed[cell.name])
                 display.say(f"{number} failed: {failed[cell.name]}")
             display.done = before + work[cell.name]

@@ -105,6 +105,8 @@ class ExperimentSettings:
             raise ValueError(f"seeds must be at least 1, got {self.seeds}")
         given = {change.partition("=")[0].strip() for change in self.changes}
         taken = {"train.seed", "data.seed"} | ({self.grid.key} if self.grid else set())
+        if self.grid is not None and self.grid.key in ("train.seed", "data.seed"):
+            raise ValueError(f"{self.grid.key} is set by --seeds, it cannot be an axis")
         if given & taken:
             raise ValueError(f"{sorted(given & taken)[0]} is set by the experiment, not by --set")
         if self.grid is not None and not any(map(self.grid.is_read_by, self.variants)):

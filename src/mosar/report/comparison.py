@@ -226,13 +226,20 @@ class Comparison:
 
     @cached_property
     def retrievals(self) -> list[RetrievalRecord]:
-        return [r for r in self.experiment.retrievals if r.cell.name in self.cells]
+        """Of the compared cells; a task is no point of an axis, so all tasks count."""
+        point = {key: value for key, value in self.point.items() if key != "data.task"}
+        found = []
+        for record in self.experiment.retrievals:
+            grid = {key: value for key, value in record.cell.grid.items() if key != "data.task"}
+            if record.cell.name in self.cells or grid in ({}, point):
+                found.append(record)
+        return found
 
     @cached_property
     def axes(self) -> dict[str, list[AxisPoint]]:
         """By dotted key: the points along it, other keys as in the compared cells."""
         keys = dict.fromkeys(key for cell in self.experiment.cells for key in cell.grid)
-        return {key: self._axis(key) for key in keys}
+        return {key: self._axis(key) for key in keys if key != "data.task"}
 
     def _axis(self, key: str) -> list[AxisPoint]:
         found: dict[str, AxisPoint] = {}

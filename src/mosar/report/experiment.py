@@ -121,9 +121,16 @@ def load_experiment(folder: Path | str) -> Experiment:
 
 
 def _record_files(folder: Path) -> list[Path]:
-    inside = folder / "records"
+    inside, of_run = folder / "records", folder / "evaluations"
+    if inside.is_dir():
+        found = inside.rglob("*.jsonl")
+    elif (folder / "checkpoints").is_dir():
+        # A run folder; its metrics.jsonl is no record.
+        found = of_run.glob("*.json")
+    else:
+        found = folder.glob("*.jsonl")
     return [
-        *sorted(inside.rglob("*.jsonl") if inside.is_dir() else folder.glob("*.jsonl")),
+        *sorted(found),
         *sorted((folder / "benchmarks").glob("*.jsonl")),
     ]
 

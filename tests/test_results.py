@@ -1,0 +1,44 @@
+"""The checked-in results: what is rendered follows from the records, and the pages say the same."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from mosar.report.comparison import Comparison
+from mosar.report.experiment import load_experiment
+from mosar.report.markup import latex_tables, markdown_tables
+from mosar.report.sections import all_tables, make_sections
+from mosar.report.tables import main_table
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = sorted(path.parent for path in (ROOT / "results").glob("*/experiment.json"))
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_tables_follow_from_the_records(folder):
+    experiment = load_experiment(folder)
+    tables = all_tables(make_sections(Comparison(experiment)))
+    written = folder / "report"
+    assert (written / "tables.md").read_text() == markdown_tables(tables, experiment.name), (
+        f"run: mosar report results/{folder.name}"
+    )
+    assert (written / "tables.tex").read_text() == latex_tables(tables)
+
+
+def test_the_page_shows_the_main_table():
+    """In docs/experiments.md: perplexities of every variant at 1×, 2× and 4×, and the reach."""
+    table = main_table(Comparison(load_experiment(ROOT / "results/small")))
+    kept = [
+        index
+        for index, column in enumerate(table.columns)
+        if column.label == "ours" or (column.group == "" and index < 2)
+    ]
+    page = (ROOT / "docs/experiments.md").read_text()
+    rows = [_cells(line) for line in re.findall(r"^\|.*\|$", page, re.M)]
+    for row in table.rows:
+        assert [row[index].text for index in kept] in rows
+
+
+def _cells(line):
+    return [cell.strip(" *") for cell in line.strip("|").split("|")]
