@@ -72,7 +72,7 @@ def test_a_run_of_a_task(tmp_path):
     train(config, tmp_path / "run", progress=False)
     result = invoke(tmp_path / "run", "--tokens", 512, "--no-progress")
     assert result.exit_code == 0, result.output
-    assert "recall, accuracy % by distance (guessing: 25.0)" in result.stdout
+    assert "recall, accuracy % by distance (guessing: 12.5)" in result.stdout
     assert [row[:2] for row in cells(result.stdout)] == [
         [length, "native"] for length in ("64", "128", "256")
     ]
