@@ -37,12 +37,16 @@ COMMANDS = [
     ("figure", "decay-kernels"),
     ("bench",),
     ("bench", "attention"),
+    ("bench", "decode"),
     ("bench", "train"),
     ("prepare",),
     ("train",),
     ("reproduce",),
     ("evaluate",),
     ("report",),
+    ("generate",),
+    ("export",),
+    ("import",),
 ]
 
 

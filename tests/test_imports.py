@@ -51,6 +51,20 @@ MAY_IMPORT = {
         *("torch", "rich", "mosar.data", "mosar.evaluation", "mosar.experiments"),
         *("mosar.geometries", "mosar.model", "mosar.records", "mosar.training"),
     },
+    "generation": {
+        *("torch", "mosar.attention", "mosar.core", "mosar.data", "mosar.generation"),
+        *("mosar.geometries", "mosar.integrations", "mosar.model"),
+        *("mosar.evaluation.choices", "mosar.evaluation.errors", "mosar.evaluation.subject"),
+    },
+    "integrations/hf": {
+        *("torch", "transformers", "tokenizers", "safetensors", "lm_eval", "mosar.attention"),
+        *("mosar.core", "mosar.data", "mosar.geometries", "mosar.integrations.hf", "mosar.model"),
+        *("mosar.records", "mosar.version"),
+        # What run folders and their evaluations hold.
+        *("mosar.evaluation.choices", "mosar.evaluation.errors", "mosar.evaluation.store"),
+        *("mosar.evaluation.subject", "mosar.training.batches", "mosar.training.checkpoints"),
+        *("mosar.training.config", "mosar.training.run_folder"),
+    },
     "bench": {
         *("torch", "numpy", "rich", "transformers", "mosar.attention", "mosar.bench"),
         *("mosar.core", "mosar.geometries", "mosar.kernels", "mosar.model", "mosar.records"),

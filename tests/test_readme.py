@@ -78,11 +78,14 @@ def make_tiny(arguments):
             np.savez(path, labels_q=np.zeros(40, dtype=int), labels_k=np.zeros(40, dtype=int))
     # What is said last counts.
     tiny = "--lengths 40 --seconds 0.001 " + TINY_BENCHMARKS[arguments[1]]
+    if arguments[1] == "decode" and "--model" in arguments:
+        tiny += " --model tiny"
     return [*arguments, *tiny.split()]
 
 
 TINY_BENCHMARKS = {
     "attention": "--shapes 2x1x8 --competitors sdpa,ours --memory none",
+    "decode": "--shapes 2x1x8",
     "train": "--preset smoke --memory none",
 }
 

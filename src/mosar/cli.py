@@ -10,8 +10,9 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -469,6 +470,185 @@ def _show_report(folder: Path, out: Path | None) -> None:
     typer.echo(f"The report: {page}")
 
 
+@app.command("generate")
+def generate(
+    model: Annotated[
+        Path,
+        typer.Argument(
+            help="A run folder of mosar train or a folder of mosar export.",
+            show_default=False,
+        ),
+    ],
+    prompt: Annotated[
+        str, typer.Option(help="The text to go on with; - reads it from stdin; empty: a new text.")
+    ],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Where to stop at the latest.")] = 200,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="0: always the likeliest token.")
+    ] = 0.8,
+    top_k: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Only the k likeliest tokens; by default all.", show_default=False
+        ),
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(
+            help="Only the likeliest tokens with this probability together; by default all.",
+            show_default=False,
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Equal seeds write equal texts.")] = 0,
+    routing: Annotated[
+        str | None,
+        typer.Option(
+            help="soft, top1 or sparse (the default, with a bounded cache); native for variants "
+            "without routers.",
+            show_default=False,
+        ),
+    ] = None,
+    step: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help="A checkpoint of a run; by default the newest.", show_default=False
+        ),
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Where the data of the run lies, if it was moved.", show_default=False),
+    ] = None,
+    echo: Annotated[bool, typer.Option("--echo", help="Show the prompt, too.")] = False,
+    stats: Annotated[
+        bool, typer.Option("--stats", help="Speed, cache size and density, on stderr.")
+    ] = False,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Threads of torch; by default as torch chooses.")
+    ] = None,
+) -> None:
+    """Write text with a trained model, token by token on stdout.
+
+    Example: mosar generate runs/mosar --prompt "def main(" --stats
+
+    Example: mosar generate exported --prompt - --temperature 0 --max-new-tokens 50 < prompt.txt
+    """
+    with _one_line_errors():
+        import torch
+
+        from mosar.generation.command import run_generate_command
+        from mosar.generation.source import GenerationError
+
+        if threads is not None:
+            torch.set_num_threads(threads)
+        try:
+            run_generate_command(
+                model,
+                prompt,
+                max_new_tokens=max_new_tokens,
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                seed=seed,
+                routing=routing,
+                step=step,
+                data=data,
+                echo=echo,
+                stats=stats,
+            )
+        except GenerationError as error:
+            raise CommandFailed(str(error)) from None
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+        except BrokenPipeError:
+            # Whoever read the text has read enough.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        except KeyboardInterrupt:
+            typer.echo()
+            raise typer.Exit(130) from None
+
+
+@app.command("export")
+def export(
+    run: Annotated[Path, typer.Argument(help="A run folder of mosar train.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="Folder to make.")],
+    step: Annotated[
+        int | None,
+        typer.Option(min=0, help="A checkpoint; by default the newest.", show_default=False),
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option(help="Of the parameters but the routers: float32, bfloat16 or float16.")
+    ] = "float32",
+    routing: Annotated[
+        str, typer.Option(help="What the loaded model starts with: soft, top1 or sparse.")
+    ] = "soft",
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Where the data of the run lies, if it was moved.", show_default=False),
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace an exported model in --out.")
+    ] = False,
+) -> None:
+    """Export a checkpoint for transformers: weights, tokenizer, model card.
+
+    --out appears when it is complete, not before. Loading it: docs/huggingface.md.
+
+    Example: mosar export runs/mosar --out exported
+
+    Example: mosar export runs/mosar --out exported --dtype bfloat16 --routing sparse
+    """
+    with _one_line_errors(), _hf_errors():
+        from mosar.integrations.hf.export import export_run
+
+        made = export_run(run, out, step=step, dtype=dtype, routing=routing, data=data, force=force)
+        typer.echo(f"The model: {made}")
+
+
+@app.command("import")
+def import_(
+    folder: Annotated[
+        Path,
+        typer.Argument(help="A folder of mosar export, or of save_pretrained.", show_default=False),
+    ],
+    out: Annotated[Path, typer.Option(help="The run folder to make.")],
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="The dataset of the run; needed where the model was not exported from one.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Make a run folder from an exported model, with the same parameters to the bit.
+
+    mosar evaluate, train and generate take it from there; the optimizer starts anew.
+
+    Example: mosar import exported --out runs/again --data data/stdlib
+    """
+    with _one_line_errors(), _hf_errors():
+        from mosar.integrations.hf.run_import import import_model
+
+        typer.echo(f"The run: {import_model(folder, out, data=data)}")
+
+
+@contextmanager
+def _hf_errors() -> Iterator[None]:
+    """What goes wrong with a model of transformers, as the command line says it."""
+    try:
+        from mosar.integrations.hf.errors import ModelFolderError
+    except ModuleNotFoundError as error:
+        raise CommandFailed(str(error)) from None
+    try:
+        yield
+    except ModelFolderError as error:
+        raise CommandFailed(str(error)) from None
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    except OSError as error:
+        reason = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        raise CommandFailed(reason) from None
+
+
 @figure_app.command("decay-kernels")
 def decay_kernels(
     out: Annotated[Path, typer.Option(help="File to write: .png, .svg or .pdf.")],
@@ -676,6 +856,106 @@ def bench_train(
             torch.set_num_threads(threads)
         try:
             records = show_training_benchmark(settings, json)
+        except OSError as error:
+            reason = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+            raise CommandFailed(reason) from None
+        except (ValueError, RuntimeError) as error:
+            raise CommandFailed(str(error)) from None
+        wrong = [record for record in records if not record.correct]
+        if wrong:
+            raise CommandFailed(f"{len(wrong)} of {len(records)} rows gave a wrong result")
+
+
+@bench_app.command("decode")
+def bench_decode(
+    shapes: Annotated[
+        str, typer.Option(help="Query heads x key/value heads x head dim; not with --model.")
+    ] = "9x3x64,8x1x256",
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            help="Tokens of context at the last step. By default 2048,4096,8192,16384; with "
+            "--model 16384.",
+            show_default=False,
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Time whole models of these sizes instead: smollm2, or tiny to try it out.",
+            show_default=False,
+        ),
+    ] = None,
+    labels: Annotated[
+        str,
+        typer.Option(
+            help="independent or clustered (the paper's shares at 8k), or FILE.npz with integer "
+            "arrays labels_q and labels_k."
+        ),
+    ] = "independent",
+    seed: Annotated[int, typer.Option(min=0, help="Of labels, queries, keys and values.")] = 0,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Threads of torch; by default as torch chooses.")
+    ] = None,
+    seconds: Annotated[
+        float | None,
+        typer.Option(
+            help="About how long a row is timed; 5 to 30 passes in any case. By default 5; with "
+            "--model 20.",
+            show_default=False,
+        ),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="A MoSARConfig as JSON; by default the paper's geometry."),
+    ] = None,
+    json: Annotated[
+        Path | None, typer.Option(help="Append a record a row to this file, as it is measured.")
+    ] = None,
+) -> None:
+    """Time one decode step's attention: the regime cache against SDPA over a dense cache.
+
+    A step appends a token and attends with its query. Both in one run, interleaved; ours is checked
+    against float64 first, and a wrong result gets no speed-up, and the exit code 1.
+
+    With --model, whole models write: our decoder with the regime cache, our decoder with a dense
+    one, and transformers' Llama with its DynamicCache and SDPA.
+
+    Example: mosar bench decode
+
+    Example: mosar bench decode --shapes 8x8x64 --lengths 4096,32768 --json decode.jsonl
+
+    Example: mosar bench decode --model smollm2
+    """
+    with _one_line_errors():
+        geometry = _load_config(config, None)
+        import torch
+
+        from mosar.bench import terminal
+        from mosar.bench.cases import Shape
+        from mosar.bench.decode import DecodeBenchmarkSettings
+        from mosar.bench.decode_model import ModelDecodeSettings
+
+        common: dict[str, Any] = {"labels": labels, "seed": seed, "config": geometry}
+        try:
+            if lengths is not None:
+                common["lengths"] = _numbers("--lengths", lengths)
+            if seconds is not None:
+                common["seconds"] = seconds
+            if model is None:
+                common["shapes"] = tuple(Shape.parse(shape) for shape in _listed(shapes))
+                run = partial(terminal.show_decode_benchmark, DecodeBenchmarkSettings(**common))
+            else:
+                settings = ModelDecodeSettings(model=model, **common)
+                run = partial(terminal.show_model_decode_benchmark, settings)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+        if json is not None and not json.absolute().parent.is_dir():
+            raise CommandFailed(f"cannot write {json}: its folder does not exist")
+        if threads is not None:
+            torch.set_num_threads(threads)
+        try:
+            records = run(json)
         except OSError as error:
             reason = f"{error.filename}: {error.strerror}" if error.filename else str(error)
             raise CommandFailed(reason) from None

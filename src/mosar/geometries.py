@@ -149,29 +149,33 @@ class Geometry(nn.Module):
         key_positions: Tensor | None = None,
         key_valid: Tensor | None = None,
         segment_ids: Tensor | None = None,
+        cache: Any = None,
     ) -> tuple[Tensor, LayerRouting | None]:
         """q [B, T, H, D]; k, v [B, S, K, D], before any positional transform -> [B, T, H, D].
 
         Positions are as in `mosar_attention`; where none are given they count from 0 in each
         segment (a run of equal `segment_ids`), so that a segment is the same wherever it stands.
+        With the layer's `cache` (see `attend_cached`) q, k and v are of new tokens alone, which
+        follow those it has been given, and their `key_positions` are needed.
         """
         at_q, at_k = _positions(
             q, k, query_positions, key_positions, key_valid=key_valid, segment_ids=segment_ids
         )
         q, k = self.transform(q, k, at_q, at_k)
-        out, layer_routing = self.attend(
-            # Views: the kernels read any layout whose last dimension is contiguous.
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            routing=routing,
-            scale=scale,
-            softcap=softcap,
-            query_positions=query_positions,
-            key_positions=key_positions,
-            key_valid=key_valid,
-            segment_ids=segment_ids,
-        )
+        options = {
+            "routing": routing,
+            "scale": scale,
+            "softcap": softcap,
+            "key_positions": key_positions,
+            "key_valid": key_valid,
+        }
+        # Views: the kernels read any layout whose last dimension is contiguous.
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        if cache is not None:
+            out, layer_routing = self.attend_cached(q, k, v, cache, **options)
+        else:
+            options |= {"query_positions": query_positions, "segment_ids": segment_ids}
+            out, layer_routing = self.attend(q, k, v, **options)
         return out.transpose(1, 2), layer_routing
 
     def transform(self, q: Tensor, k: Tensor, at_q: Tensor, at_k: Tensor) -> tuple[Tensor, Tensor]:
@@ -186,6 +190,27 @@ class Geometry(nn.Module):
         `options` are those of the operators: scale, softcap, positions, key_valid, segment_ids.
         """
         return plain_attention(q, k, v, **options), None
+
+    def attend_cached(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: Any,
+        *,
+        key_positions: Tensor,
+        key_valid: Tensor | None,
+        **options: Any,
+    ) -> Attended:
+        """The same with k, v of new tokens only, which a `DenseLayerCache` adds to the others."""
+        keys = cache.update(k, v, key_positions=key_positions, key_valid=key_valid)
+        placement = {
+            "query_positions": None if keys.positions is None else key_positions,
+            "key_positions": keys.positions,
+            "key_valid": keys.valid,
+            "segment_ids": None,
+        }
+        return self.attend(q, keys.k, keys.v, **placement, **options)
 
     def init_parameter(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
         """Fills one of the geometry's own parameters: vectors with 0, the rest normal, std 0.02."""
@@ -293,6 +318,43 @@ class MoSAR(Rope):
         out = mosar_attention(q, k, v, pi_q, pi_k, self.config, routing=routing, **options)
         return out, routed
 
+    def attend_cached(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: Any,
+        *,
+        routing: Routing,
+        key_positions: Tensor,
+        key_valid: Tensor | None,
+        **options: Any,
+    ) -> Attended:
+        """With a `RegimeLayerCache`, which attends itself."""
+        if cache.routing != routing:
+            raise ValueError(
+                f"the cache is for {cache.routing} routing, got routing={routing!r}; "
+                "cache.set_routing changes it"
+            )
+        routed = self.route(q, k)
+        soft = routing == "soft"
+        cache.update(
+            k,
+            v,
+            routed.key.labels,
+            pi_k=routed.key.probabilities if soft else None,
+            key_positions=key_positions,
+            key_valid=key_valid,
+        )
+        out = cache.attend(
+            q,
+            routed.query.labels,
+            key_positions,
+            pi_q=routed.query.probabilities if soft else None,
+            **options,
+        )
+        return out, routed
+
     def route(self, q: Tensor, k: Tensor) -> LayerRouting:
         """What each query and each key chooses; override it for another rule."""
         return LayerRouting(
@@ -312,14 +374,18 @@ def plain_attention(
 ) -> Any:
     """Causal attention without a bias: by our operator, or by torch's where that is the quicker.
 
-    On the CPU ours is, forward and backward; elsewhere torch's own kernel serves what it can
-    compute: no soft-cap, plain causal.
+    That is where it can compute the same (no soft-cap, plain causal): for one query a row anywhere,
+    and off the CPU for any number. On the CPU ours is quicker then, forward and backward.
     """
-    ordinary = q.shape[2] == k.shape[2] and all(value is None for value in placement.values())
-    if q.device.type != "cpu" and softcap is None and ordinary:
-        return F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-        )
+    if softcap is None and all(value is None for value in placement.values()):
+        if q.shape[2] == 1:
+            # It reads every key: the query heads of a key head are so many queries of it.
+            grouped = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
+            return F.scaled_dot_product_attention(grouped, k, v, scale=scale).reshape(q.shape)
+        if q.device.type != "cpu" and q.shape[2] == k.shape[2]:
+            return F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+            )
     return distance_attention(q, k, v, scale=scale, softcap=softcap, **placement)
 
 

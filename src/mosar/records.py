@@ -356,6 +356,74 @@ class DecodeBenchmark(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ModelDecodeBenchmark(Record):
+    """One row of `mosar bench decode --model`: whole models writing at one length of context."""
+
+    kind: ClassVar[str] = "bench.decode-model"
+    model: str
+    """Whose sizes they have."""
+    sizes: dict[str, int]
+    """Fields of a ModelConfig."""
+    length: int
+    """Tokens of context of the last one."""
+    steps: int
+    """Tokens of a pass; a sample is their mean."""
+    labels: str
+    """Where they come from: "independent", "clustered" or a file's name."""
+    seed: int
+    parameters: dict[str, int]
+    """By competitor."""
+    cache_bytes: dict[str, int]
+    """What its cache holds of memory after the last token, by competitor."""
+    checks: dict[str, ErrorCheck]
+    """"logits"."""
+    measurements: dict[str, Measurement]
+    """By competitor, "transformers", "dense" and "ours"; milliseconds a token."""
+
+    @property
+    def correct(self) -> bool:
+        return all(check.passed for check in self.checks.values())
+
+    def median_ms(self, competitor: str) -> float | None:
+        return self.measurements.get(competitor, Measurement()).median_ms
+
+    def tokens_per_second(self, competitor: str) -> float | None:
+        time = self.median_ms(competitor)
+        return 1e3 / time if time else None
+
+    def speedup(self, competitor: str) -> float | None:
+        """Times faster than it; None where ours is wrong or one was not timed."""
+        theirs, ours = self.median_ms(competitor), self.median_ms("ours")
+        return theirs / ours if self.correct and theirs and ours else None
+
+    def memory_ratio(self, competitor: str) -> float | None:
+        """Bytes of our cache over those of its cache."""
+        theirs = self.cache_bytes.get(competitor)
+        return self.cache_bytes["ours"] / theirs if theirs else None
+
+    def derived(self) -> dict[str, Any]:
+        others = [name for name in self.measurements if name != "ours"]
+        return {
+            "correct": self.correct,
+            "median_ms": {name: m.median_ms for name, m in self.measurements.items()},
+            "tokens_per_second": {name: self.tokens_per_second(name) for name in self.measurements},
+            "speedup": {name: self.speedup(name) for name in others},
+            "memory_ratio": {name: self.memory_ratio(name) for name in others},
+        }
+
+    @classmethod
+    def from_fields(cls, values: dict[str, Any]) -> Self:
+        check_fields(cls, values)
+        nested: dict[str, Any] = {
+            "checks": {name: ErrorCheck.from_fields(v) for name, v in values["checks"].items()},
+            "measurements": {
+                name: Measurement.from_fields(v) for name, v in values["measurements"].items()
+            },
+        }
+        return cls(**values | nested)
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainingBenchmark(Record):
     """One row of `mosar bench train`: one model size and length, everybody's training step."""
 
@@ -587,6 +655,7 @@ _KINDS: dict[str, type[Record]] = {
     for cls in (
         AttentionBenchmark,
         DecodeBenchmark,
+        ModelDecodeBenchmark,
         TrainingBenchmark,
         TrainingRecord,
         EvaluationRecord,

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from cases import FORCED, Case, cases
 from kernels.budget import PATHS, run
+from model.streams import feed_all, new_cache, portions, stream, streams
 from mosar import MoSARConfig, Regime
 from mosar.kernels import native
 from mosar.kernels.build import compile_library, find_compiler
@@ -46,7 +47,19 @@ def run_many_calls(library: str) -> None:
         impl, kind = data.draw(st.sampled_from(native_paths))
         run(data.draw(cases(dtype=torch.float32, max_length=70)), kind, impl=impl)
 
+    @settings(max_examples=150, deadline=None, database=None, suppress_health_check=HealthCheck)
+    @given(st.data())
+    def any_cache(data):
+        dtype = data.draw(st.sampled_from((torch.float32, torch.bfloat16, torch.float16)))
+        case = data.draw(streams(max_length=150, dtype=dtype))
+        cache = new_cache(case, impl="native", crop_margin=5)
+        feed_all(cache, case, data.draw(portions(case.num_keys)))
+
     any_call()
+    any_cache()
+    for changes in ({"heads_per_kv": 8, "head_dim": 256}, {"heads_per_kv": 3, "head_dim": 20}):
+        case = stream(config=LONG, kv_heads=2, num_keys=700, **changes)
+        feed_all(new_cache(case, impl="native"), case, (600, *(1,) * 100))
     print("clean")
 
 

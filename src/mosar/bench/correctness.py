@@ -43,12 +43,16 @@ def check_rows(problem: Problem, rows: Tensor) -> dict[str, ErrorCheck]:
     exact, plain = (_dense_rows(problem, rows, dtype) for dtype in (torch.float64, torch.float32))
     checks = {}
     for name, mine, theirs, truth in zip(NAMES, ours, plain, exact, strict=False):
-        mine = _take(name, mine, rows)
-        budget = 2 * _distance(theirs, truth)
-        budget += 4 * torch.finfo(torch.float32).eps * float(truth.abs().max())
-        error = _distance(mine, truth)
-        checks[name] = ErrorCheck(error=error if math.isfinite(error) else None, budget=budget)
+        checks[name] = error_check(_take(name, mine, rows), theirs, truth)
     return checks
+
+
+def error_check(ours: Tensor, plain: Tensor, exact: Tensor) -> ErrorCheck:
+    """Our largest error and its budget, from plain PyTorch's result and the exact one."""
+    budget = 2 * _distance(plain, exact)
+    budget += 4 * torch.finfo(torch.float32).eps * float(exact.abs().max())
+    error = _distance(ours, exact)
+    return ErrorCheck(error=error if math.isfinite(error) else None, budget=budget)
 
 
 def exact_rows(problem: Problem) -> tuple[Tensor, Tensor]:

@@ -10,10 +10,20 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from mosar.bench.attention import AttentionBenchmarkSettings, run_attention_benchmark
+from mosar.bench.decode import DecodeBenchmarkSettings, run_decode_benchmark
+from mosar.bench.decode_model import ModelDecodeSettings, run_model_decode_benchmark
+from mosar.bench.decode_table import decode_footer, decode_table, model_footer, model_table
 from mosar.bench.table import attention_footer, attention_table, best_gemm
 from mosar.bench.training import TrainingBenchmarkSettings, run_training_benchmark
 from mosar.bench.training_table import training_footer, training_table
-from mosar.records import AttentionBenchmark, Record, TrainingBenchmark, append_record
+from mosar.records import (
+    AttentionBenchmark,
+    DecodeBenchmark,
+    ModelDecodeBenchmark,
+    Record,
+    TrainingBenchmark,
+    append_record,
+)
 
 # Wide enough for every column.
 _WIDTH = 160
@@ -45,6 +55,30 @@ def show_training_benchmark(
         lambda report: run_training_benchmark(settings, report),
         len(settings.cases()),
         _show_training,
+        json,
+    )
+
+
+def show_decode_benchmark(
+    settings: DecodeBenchmarkSettings, json: Path | None = None
+) -> list[DecodeBenchmark]:
+    """Runs, shows and returns the records; Interrupted after Ctrl-C."""
+    return show_benchmark(
+        lambda report: run_decode_benchmark(settings, report),
+        len(settings.cases()),
+        _show_decode,
+        json,
+    )
+
+
+def show_model_decode_benchmark(
+    settings: ModelDecodeSettings, json: Path | None = None
+) -> list[ModelDecodeBenchmark]:
+    """Runs, shows and returns the records; Interrupted after Ctrl-C."""
+    return show_benchmark(
+        lambda report: run_model_decode_benchmark(settings, report),
+        len(settings.lengths),
+        _show_model_decode,
         json,
     )
 
@@ -112,6 +146,16 @@ def _show_attention(records: list[AttentionBenchmark]) -> None:
 def _show_training(records: list[TrainingBenchmark]) -> None:
     _wide_console().print(training_table(records))
     _footer(training_footer(records))
+
+
+def _show_decode(records: list[DecodeBenchmark]) -> None:
+    _wide_console().print(decode_table(records))
+    _footer(decode_footer(records))
+
+
+def _show_model_decode(records: list[ModelDecodeBenchmark]) -> None:
+    _wide_console().print(model_table(records))
+    _footer(model_footer(records))
 
 
 def _footer(text: str) -> None:

@@ -56,6 +56,12 @@ def check_attention_inputs(
             f"attention dropout is not supported (a dropped pair has no geometry), got "
             f"dropout={dropout}; set it to 0"
         )
+    check_scores(scale, softcap)
+    return resolve_layout(q.shape[0], q.shape[2], k.shape[2], device=q.device, **placement)  # pyright: ignore[reportArgumentType]
+
+
+def check_scores(scale: float | None, softcap: float | None) -> None:
+    """What is done to q·k before the bias must be a number that float32 holds."""
     for name, value, positive in (("scale", scale, False), ("softcap", softcap, True)):
         if value is None:
             continue
@@ -64,4 +70,3 @@ def check_attention_inputs(
         lowest = 1e-30 if positive else -1e30
         if not number or not lowest <= value <= 1e30:
             raise ValueError(f"{name} must be None or a number in [{lowest}, 1e30], got {value!r}")
-    return resolve_layout(q.shape[0], q.shape[2], k.shape[2], device=q.device, **placement)  # pyright: ignore[reportArgumentType]

@@ -13,7 +13,8 @@ Shapes: B batch, T tokens, H query heads, K key/value heads, D head dim.
 from __future__ import annotations
 
 import hashlib
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -22,10 +23,15 @@ from torch.utils.checkpoint import checkpoint
 
 from mosar.attention import ROUTINGS, Routing
 from mosar.core.layout import can_check_values
-from mosar.geometries import GEOMETRIES, AttentionConfig, HeadShape, LayerRouting
+from mosar.geometries import GEOMETRIES, AttentionConfig, HeadShape, LayerRouting, MoSAR
 from mosar.kernels.elementwise import geglu
 from mosar.model.config import ModelConfig
+from mosar.model.dense_cache import DenseCache
 from mosar.model.norm import RMSNorm
+from mosar.model.regime_cache import RegimeCache
+
+# How the tokens of a call stand, as arguments of a geometry.
+Placement = dict[str, Tensor | None]
 
 
 class DecoderOutput(NamedTuple):
@@ -56,15 +62,19 @@ class Decoder(nn.Module):
         tokens: Tensor,
         *,
         segment_ids: Tensor | None = None,
+        valid: Tensor | None = None,
         routing: Routing = "soft",
         checkpoint_activations: bool = False,
+        cache: RegimeCache | DenseCache | None = None,
     ) -> DecoderOutput:
         """tokens [B, T] of any length.
 
         segment_ids [B, T], runs of equal ids: tokens of different segments do not see each other,
-        and positions restart with each. routing: see `mosar_attention`; it is of no concern to
-        geometries without regimes. checkpoint_activations: keep only the layers' inputs and compute
-        the rest again in the backward pass.
+        and positions restart with each. valid [B, T]: False for padding, which no token sees and no
+        position counts; what comes out of it means nothing. routing: see `mosar_attention`; it is
+        of no concern to geometries without regimes. checkpoint_activations: keep only the layers'
+        inputs and compute the rest again in the backward pass. cache: as `new_cache` makes it; the
+        tokens follow those it has been given, and it takes them up; no gradient passes through it.
         """
         if tokens.dim() != 2 or tokens.dtype not in (torch.int64, torch.int32):
             raise ValueError(
@@ -72,20 +82,79 @@ class Decoder(nn.Module):
             )
         if segment_ids is not None:
             _check_segments(segment_ids, tokens)
+        if cache is not None:
+            self.check_cache(cache)
+        x = self.embedding(tokens) * self.model_config.hidden_size**0.5
+        return self.run_layers(
+            x,
+            _placement(tokens, segment_ids, valid, cache),
+            routing=routing,
+            cache=cache,
+            run_layer=_recomputed if checkpoint_activations and torch.is_grad_enabled() else None,
+        )
+
+    def run_layers(
+        self,
+        x: Tensor,
+        placement: Placement,
+        *,
+        routing: Routing = "soft",
+        cache: RegimeCache | DenseCache | None = None,
+        run_layer: Callable[..., tuple[Tensor, LayerRouting | None]] | None = None,
+        states: list[Tensor] | None = None,
+    ) -> DecoderOutput:
+        """What `forward` does with embeddings x [B, T, hidden], already scaled.
+
+        run_layer: called as `run_layer(layer, x, routing, placement)` where there is no cache, in
+        place of the layer itself. states: a list that is given the input of each layer. cache: one
+        that `check_cache` accepts.
+        """
         if routing not in ROUTINGS:
             raise ValueError(f"routing must be one of {ROUTINGS}, got {routing!r}")
-        x = self.embedding(tokens) * self.model_config.hidden_size**0.5
         routings = []
-        for layer in self.layers:
-            if checkpoint_activations and torch.is_grad_enabled():
-                x, layer_routing = checkpoint(
-                    layer, x, segment_ids, routing, use_reentrant=False, preserve_rng_state=False
-                )
+        for index, layer in enumerate(self.layers):
+            if states is not None:
+                states.append(x)
+            if cache is not None:
+                x, layer_routing = layer(x, routing, placement, cache[index])
+            elif run_layer is not None:
+                x, layer_routing = run_layer(layer, x, routing, placement)
             else:
-                x, layer_routing = layer(x, segment_ids, routing)
+                x, layer_routing = layer(x, routing, placement)
             if layer_routing is not None:
                 routings.append(layer_routing)
         return DecoderOutput(self.norm(x), routings)
+
+    def new_cache(self, routing: Routing = "sparse", **options: Any) -> RegimeCache | DenseCache:
+        """An empty KV cache for `forward`; options are those of `RegimeLayerCache`.
+
+        Geometries without regimes keep every key, and take neither.
+        """
+        if self._is_routed:
+            config = self.attention_config.mosar_config(self.model_config.max_length)
+            return RegimeCache(config, len(self.layers), routing=routing, **options)
+        if options:
+            raise ValueError(f"a cache without regimes has no options, got {sorted(options)}")
+        return DenseCache(len(self.layers))
+
+    @property
+    def _is_routed(self) -> bool:
+        return issubclass(GEOMETRIES[self.attention_config.geometry], MoSAR)
+
+    def check_cache(self, cache: RegimeCache | DenseCache) -> None:
+        """A ValueError for a cache of another model, and for one that is out of step."""
+        kind = RegimeCache if self._is_routed else DenseCache
+        if not isinstance(cache, kind) or len(cache) != len(self.layers):
+            raise ValueError(
+                f"cache must be a {kind.__name__} of {len(self.layers)} layers, as new_cache makes "
+                f"it, got {type(cache).__name__}"
+                + (f" of {len(cache)}" if isinstance(cache, (RegimeCache, DenseCache)) else "")
+            )
+        if len({layer.slots for layer in cache}) > 1:
+            raise ValueError(
+                "the layers of the cache have been given different tokens (was a forward pass "
+                "interrupted?); reset() it"
+            )
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [..., hidden_size] -> [..., vocab], by the embedding's own rows, soft-capped."""
@@ -132,9 +201,11 @@ class Layer(nn.Module):
         self.post_ffn_norm = RMSNorm(size, eps)
 
     def forward(
-        self, x: Tensor, segment_ids: Tensor | None, routing: Routing
+        self, x: Tensor, routing: Routing, placement: Placement, cache: Any = None
     ) -> tuple[Tensor, LayerRouting | None]:
-        attended, layer_routing = self.attention(self.pre_attention_norm(x), segment_ids, routing)
+        attended, layer_routing = self.attention(
+            self.pre_attention_norm(x), routing, placement, cache
+        )
         x = x + self.post_attention_norm(attended)
         x = x + self.post_ffn_norm(self.ffn(self.pre_ffn_norm(x)))
         return x, layer_routing
@@ -159,7 +230,7 @@ class Attention(nn.Module):
         self.geometry = GEOMETRIES[attention.geometry](attention, shape)
 
     def forward(
-        self, x: Tensor, segment_ids: Tensor | None, routing: Routing
+        self, x: Tensor, routing: Routing, placement: Placement, cache: Any = None
     ) -> tuple[Tensor, LayerRouting | None]:
         q, k, v = (
             project(x).unflatten(-1, (-1, self.head_dim))
@@ -172,7 +243,8 @@ class Attention(nn.Module):
             scale=self.scale,
             softcap=self.softcap,
             routing=routing,
-            segment_ids=segment_ids,
+            cache=cache,
+            **placement,
         )
         return self.o_proj(out.flatten(-2)), layer_routing
 
@@ -188,6 +260,38 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(geglu(self.gate_proj(x), self.up_proj(x)))
+
+
+def _recomputed(layer: nn.Module, *args: Any) -> tuple[Tensor, LayerRouting | None]:
+    """A layer that keeps its input alone and computes the rest again in the backward pass."""
+    return cast(Any, checkpoint(layer, *args, use_reentrant=False, preserve_rng_state=False))
+
+
+def _placement(
+    tokens: Tensor,
+    segment_ids: Tensor | None,
+    valid: Tensor | None,
+    cache: RegimeCache | DenseCache | None,
+) -> Placement:
+    """Positions count the valid tokens of a row, those in the cache first."""
+    if segment_ids is not None:
+        other = "a cache" if cache is not None else "valid" if valid is not None else None
+        if other is not None:
+            raise ValueError(f"segment_ids cannot be given with {other}: a row is then one text")
+        return {"segment_ids": segment_ids}
+    if valid is None and cache is None:
+        return {}
+    if valid is not None and (valid.shape != tokens.shape or valid.dtype != torch.bool):
+        raise ValueError(
+            f"valid must be bool {list(tokens.shape)} like tokens, "
+            f"got {list(valid.shape)} of {valid.dtype}"
+        )
+    counted = torch.ones_like(tokens, dtype=torch.bool) if valid is None else valid
+    positions = counted.cumsum(dim=1) - 1
+    if cache is not None and cache.batch_size == len(tokens):
+        positions = positions + cache.lengths.to(tokens.device)[:, None]
+    # Padding at the start of a row stands at its first token.
+    return {"key_positions": positions.clamp_min(0), "key_valid": valid}
 
 
 def _check_segments(segment_ids: Tensor, tokens: Tensor) -> None:

@@ -9,6 +9,7 @@
 #include <tuple>
 
 #include "attention.h"
+#include "decode.h"
 #include "elementwise.h"
 #include "plan.h"
 
@@ -27,6 +28,8 @@ template <>
 constexpr ScalarType scalar_type<float>() { return ScalarType::Float; }
 template <>
 constexpr ScalarType scalar_type<int32_t>() { return ScalarType::Int; }
+template <>
+constexpr ScalarType scalar_type<int64_t>() { return ScalarType::Long; }
 template <>
 constexpr ScalarType scalar_type<bool>() { return ScalarType::Bool; }
 
@@ -295,6 +298,146 @@ std::tuple<Tensor, Tensor> geglu_backward(const Tensor& gradient, const Tensor& 
   return {dgate, dup};
 }
 
+// The lists of a cache whose rows and groups are known from what comes with them.
+mosar::RegimeLists regime_lists(int64_t rows, int64_t groups, int64_t classes, const Tensor& k_pool,
+                                const Tensor& v_pool, const Tensor& table, const Tensor& marks,
+                                const Tensor& progress) {
+  constexpr int64_t keys = mosar::kPageKeys;
+  check(k_pool.dim() == 4 && v_pool.dim() == 4, "k_pool and v_pool must have four dimensions");
+  check(k_pool.is_cpu() && v_pool.is_cpu(), "k_pool and v_pool must be on the CPU");
+  check(k_pool.is_contiguous() && v_pool.is_contiguous(), "k_pool and v_pool must be contiguous");
+  check(k_pool.scalar_type() == v_pool.scalar_type(), "k_pool and v_pool must have one dtype");
+  const int64_t pages = k_pool.size(0), heads = k_pool.size(1), dim = k_pool.size(2);
+  check(k_pool.size(3) == keys, "k_pool must be [pages, heads, dim, 32]");
+  check(v_pool.size(0) == pages && v_pool.size(1) == heads && v_pool.size(2) == keys &&
+            v_pool.size(3) == dim,
+        "v_pool must be [pages, heads, 32, dim]");
+  check(table.dim() == 2 && table.size(1) >= 2, "table must be [lists, 2 + width]");
+  mosar::RegimeLists lists{};
+  lists.rows = rows, lists.groups = groups, lists.classes = classes;
+  lists.pages = pages, lists.width = table.size(1) - 2;
+  auto int32 = [](const int32_t* p) { return const_cast<int32_t*>(p); };
+  lists.table = int32(data<int32_t>(table, "table", {lists.count(), table.size(1)}));
+  lists.marks = int32(data<int32_t>(marks, "marks", {pages, 2, keys}));
+  lists.progress = const_cast<int64_t*>(data<int64_t>(progress, "progress", {rows, 4}));
+  for (int64_t i = 0; i < lists.count(); ++i)
+    check(mosar::List(lists, i).is_sound(), "table leaves the pool");
+  return lists;
+}
+
+// Calls body with a pointer to the storage type of a pool.
+template <class Body>
+void with_storage(const Tensor& pool, const Body& body) {
+  switch (pool.scalar_type()) {
+    case ScalarType::Float: return body(static_cast<float*>(pool.mutable_data_ptr()));
+    case ScalarType::BFloat16:
+      return body(static_cast<mosar::Bfloat16*>(pool.mutable_data_ptr()));
+    case ScalarType::Half: return body(static_cast<mosar::Float16*>(pool.mutable_data_ptr()));
+    default: check(false, "k_pool must be float32, bfloat16 or float16");
+  }
+}
+
+void check_token(const mosar::RegimeLists& lists, const mosar::Token& token) {
+  const int64_t regimes = lists.classes - (token.sinks > 0);
+  for (int64_t row = 0; row < lists.rows; ++row) {
+    if (token.valid && !token.valid[row]) continue;
+    const int64_t position = token.position ? token.position[row] : token.slot;
+    check(position >= mosar::progress_of(lists, row).last_position && position >= 0,
+          "key_positions must not decrease");
+    check(position < mosar::kBoundless, "key_positions must stay below 2^31 - 1");
+    for (int64_t g = 0; g < lists.groups; ++g) {
+      const int64_t label = token.label[row * lists.groups + g];
+      check(label >= 0 && label < regimes, "labels_k must be regimes");
+    }
+  }
+}
+
+int64_t cache_append(const Tensor& k, const Tensor& v, const Tensor& labels,
+                     const std::optional<Tensor>& positions, const std::optional<Tensor>& valid,
+                     const Tensor& k_pool, const Tensor& v_pool, const Tensor& table,
+                     const Tensor& marks, const Tensor& free, const Tensor& progress,
+                     const Tensor& reach, int64_t slot, int64_t sinks, int64_t margin) {
+  check(labels.dim() == 2 && labels.size(0) > 0 && labels.size(1) > 0, "labels must be [B, Gr]");
+  const int64_t rows = labels.size(0), groups = labels.size(1), classes = reach.numel();
+  check(classes > (sinks > 0), "reach must hold a regime");
+  mosar::RegimeLists lists =
+      regime_lists(rows, groups, classes, k_pool, v_pool, table, marks, progress);
+  lists.free = const_cast<int32_t*>(data<int32_t>(free, "free", {1 + lists.pages}));
+  const int64_t heads = k_pool.size(1), dim = k_pool.size(2);
+  for (const auto& [x, name] : {std::pair{&k, "k"}, std::pair{&v, "v"}}) {
+    check(x->is_cpu() && x->scalar_type() == k_pool.scalar_type(),
+          std::string(name) + " must have the pool's dtype, on the CPU");
+    check(x->dim() == 4 && x->size(0) == rows && x->size(1) == groups * heads && x->size(2) == 1 &&
+              x->size(3) == dim,
+          std::string(name) + " must be [B, Hkv, 1, D]");
+  }
+  mosar::Token token{};
+  token.label = data<int64_t>(labels, "labels", {rows, groups});
+  token.position = data<int64_t>(positions, "positions", {rows, 1});
+  token.valid = data<bool>(valid, "valid", {rows, 1});
+  token.slot = slot, token.sinks = sinks, token.margin = margin;
+  token.reach = data<int32_t>(reach, "reach", {classes});
+  check(slot >= 0 && slot < mosar::kBoundless, "slot must stay below 2^31 - 1");
+  check(lists.free[0] >= 0 && lists.free[0] <= lists.pages, "free leaves the pool");
+  for (int64_t i = 1; i <= lists.free[0]; ++i)
+    check(lists.free[i] >= 0 && lists.free[i] < lists.pages, "free leaves the pool");
+  check(mosar::room(lists) > 0, "the cache is full");
+  check_token(lists, token);
+  with_storage(k_pool, [&](auto* keys) {
+    using T = std::remove_pointer_t<decltype(keys)>;
+    auto source = [](const Tensor& x) {
+      return mosar::Source<T>{static_cast<const T*>(x.const_data_ptr()), x.stride(0), x.stride(1),
+                              x.stride(3)};
+    };
+    mosar::append_token(lists, token, source(k), source(v), heads, dim, keys,
+                        static_cast<T*>(v_pool.mutable_data_ptr()));
+  });
+  return mosar::room(lists);
+}
+
+std::tuple<Tensor, Tensor> cache_attend(
+    const Tensor& q, const Tensor& labels, const std::optional<Tensor>& positions,
+    const Tensor& k_pool, const Tensor& v_pool, const Tensor& table, const Tensor& marks,
+    const Tensor& progress, const Tensor& reach, const Tensor& geometry, int64_t position,
+    double scale, double softcap, double barrier, double exponent) {
+  check(labels.dim() == 2 && labels.size(0) > 0 && labels.size(1) > 0, "labels must be [B, Gr]");
+  check(reach.dim() == 2, "reach must be [regimes, classes]");
+  const int64_t rows = labels.size(0), groups = labels.size(1), classes = reach.size(1);
+  mosar::DecodeProblem p{};
+  p.lists = regime_lists(rows, groups, classes, k_pool, v_pool, table, marks, progress);
+  p.heads = k_pool.size(1), p.dim = k_pool.size(2), p.labels = reach.size(0);
+  check(q.dim() == 4 && q.size(1) > 0 && q.size(1) % (groups * p.heads) == 0,
+        "heads of q: a multiple of those of k");
+  p.share = q.size(1) / (groups * p.heads);
+  p.q = data<float>(q, "q", {rows, q.size(1), 1, p.dim});
+  p.label_q = data<int64_t>(labels, "labels", {rows, groups});
+  p.reach = data<int32_t>(reach, "reach", {p.labels, classes});
+  p.geometry = data<float>(geometry, "geometry", {p.labels, classes, 2});
+  for (int64_t i = 0; i < rows * groups; ++i)
+    check(p.label_q[i] >= 0 && p.label_q[i] < p.labels, "labels_q must be regimes");
+  std::vector<int64_t> same;
+  p.pos_q = data<int64_t>(positions, "positions", {rows, 1});
+  if (!p.pos_q) same.assign(rows, position), p.pos_q = same.data();
+  for (int64_t row = 0; row < rows; ++row) {
+    check(p.pos_q[row] >= 0 && p.pos_q[row] < mosar::kBoundless,
+          "query_positions must lie in 0..2^31 - 2");
+    check(p.pos_q[row] >= mosar::progress_of(p.lists, row).horizon,
+          "query_positions lie before what the cache has kept");
+  }
+  p.scale = static_cast<float>(scale), p.softcap = static_cast<float>(softcap);
+  p.barrier = static_cast<float>(barrier), p.exponent = static_cast<float>(exponent);
+  Tensor out = empty(q, {rows, q.size(1), 1, p.dim}, ScalarType::Float);
+  Tensor lse = empty(q, {rows, q.size(1), 1}, ScalarType::Float);
+  auto pointer = [](Tensor& tensor) { return static_cast<float*>(tensor.mutable_data_ptr()); };
+  const mosar::Parallel threads = parallel();
+  with_storage(k_pool, [&](auto* keys) {
+    using T = std::remove_pointer_t<decltype(keys)>;
+    const T* values = static_cast<const T*>(v_pool.const_data_ptr());
+    mosar::Decode<T>(p, keys, values, threads).run(pointer(out), pointer(lse));
+  });
+  return {out, lse};
+}
+
 }  // namespace
 
 #define MOSAR_PROBLEM                                                                             \
@@ -316,6 +459,14 @@ STABLE_TORCH_LIBRARY(mosar, m) {
   m.def("geglu_backward(Tensor gradient, Tensor gate, Tensor up) -> (Tensor, Tensor)");
   m.def("attend_backward(Tensor dout, Tensor dlse, Tensor out, Tensor softmax, " MOSAR_PROBLEM
         ") -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+  m.def(
+      "cache_append(Tensor k, Tensor v, Tensor labels, Tensor? positions, Tensor? valid, "
+      "Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor(c!) table, Tensor(d!) marks, Tensor(e!) free, "
+      "Tensor(f!) progress, Tensor reach, int slot, int sinks, int margin) -> int");
+  m.def(
+      "cache_attend(Tensor q, Tensor labels, Tensor? positions, Tensor k_pool, Tensor v_pool, "
+      "Tensor table, Tensor marks, Tensor progress, Tensor reach, Tensor geometry, int position, "
+      "float scale, float softcap, float barrier, float exponent) -> (Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(mosar, CPU, m) {
@@ -326,4 +477,6 @@ STABLE_TORCH_LIBRARY_IMPL(mosar, CPU, m) {
   m.impl("geglu", TORCH_BOX(&geglu));
   m.impl("geglu_backward", TORCH_BOX(&geglu_backward));
   m.impl("attend_backward", TORCH_BOX(&attend_backward));
+  m.impl("cache_append", TORCH_BOX(&cache_append));
+  m.impl("cache_attend", TORCH_BOX(&cache_attend));
 }

@@ -1,0 +1,1 @@
+"""`mosar generate`: a model from a folder, a prompt, text as it is written."""

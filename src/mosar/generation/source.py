@@ -1,0 +1,167 @@
+"""What can write: a run folder, an exported model, a retrofitted one; with its tokenizer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from torch import Tensor
+
+from mosar.attention import ROUTINGS, Routing
+from mosar.data.errors import DataError
+from mosar.data.manifest import TOKENIZER
+from mosar.data.tokenizer import load_tokenizer, read_tokenizer
+from mosar.evaluation.choices import NATIVE, check_routings
+from mosar.evaluation.errors import EvaluationError
+from mosar.evaluation.subject import Subject
+from mosar.geometries import GEOMETRIES, MoSAR
+from mosar.model.decoder import Decoder
+from mosar.model.generation import DecoderReader
+
+CONFIG = "config.json"
+
+
+class GenerationError(RuntimeError):
+    """Something about a model that its owner can act on; its text is one line."""
+
+
+class MeasuredReader(Protocol):
+    """A reader that can tell what it costs."""
+
+    def read(self, tokens: Sequence[int]) -> Tensor: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def cache_bytes(self) -> int: ...
+    @property
+    def dense_bytes(self) -> int: ...
+    @property
+    def density(self) -> float | None: ...
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model ready to write."""
+
+    reader: MeasuredReader
+    encode: Callable[[str], list[int]]
+    decode: Callable[[Sequence[int]], str]
+    end_of_text: int | None
+    """The token that ends a text."""
+    routing: str
+    """"native" where there are no routers."""
+
+
+def open_source(
+    folder: Path,
+    *,
+    routing: str | None = None,
+    step: int | None = None,
+    data: Path | None = None,
+) -> Source:
+    """The model in `folder`, which may be any of the three kinds; a GenerationError says why not.
+
+    routing: by default sparse where there are routers. step and data are for run folders: which
+    checkpoint, and where the dataset (it has the tokenizer) lies now.
+    """
+    if not folder.is_dir():
+        raise GenerationError(f"there is no folder {folder}; make one with mosar train")
+    values = _read_config(folder)
+    # A run folder's configuration carries its schema, those of transformers a model_type.
+    if "schema" in values:
+        return _open_run(folder, routing, step, data)
+    for option, given in (("--step", step), ("--data", data)):
+        if given is not None:
+            raise ValueError(f"{option} is for run folders of mosar train, and {folder} is none")
+    if values.get("model_type") == "mosar":
+        return _open_exported(folder, routing)
+    raise GenerationError(
+        f"{folder} holds a model of type {values.get('model_type')!r} without routers; mosar "
+        "retrofit makes some for it"
+    )
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / CONFIG
+    try:
+        values = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise GenerationError(
+            f"{folder} holds no model: it has no {CONFIG}; give a run folder of mosar train, a "
+            "folder of mosar export, or a retrofitted model"
+        ) from None
+    except OSError as error:
+        raise GenerationError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError:
+        values = None
+    if not isinstance(values, dict):
+        raise GenerationError(f"{path} is damaged: it is not a JSON object")
+    return values
+
+
+def _open_run(folder: Path, routing: str | None, step: int | None, data: Path | None) -> Source:
+    try:
+        subject = Subject.open(folder, step)
+    except EvaluationError as error:
+        raise GenerationError(str(error)) from None
+    config = subject.config
+    if config.data.task != "text":
+        raise GenerationError(
+            f"{folder} learnt the task {config.data.task}, not text; mosar evaluate asks it"
+        )
+    where = Path(config.data.folder) if data is None else data
+    if data is None and not where.is_dir():
+        raise GenerationError(f"the data of {folder} is not in {where} any more; say where: --data")
+    try:
+        tokenizer = load_tokenizer(where)
+    except DataError as error:
+        raise GenerationError(str(error)) from None
+    if tokenizer.vocab_size > config.model.vocab_size:
+        raise GenerationError(f"{where} is not the data that {folder} was trained on")
+    return _source(subject.decoder, tokenizer, routing, subject.cell.variant)
+
+
+def _open_exported(folder: Path, routing: str | None) -> Source:
+    try:
+        from mosar.integrations.hf.errors import ModelFolderError
+        from mosar.integrations.hf.folders import load_model
+    except ModuleNotFoundError as error:
+        raise GenerationError(str(error)) from None
+    try:
+        model = load_model(folder)
+        if not (folder / TOKENIZER).exists():
+            raise GenerationError(
+                f"{folder} has no {TOKENIZER}: models that learnt a task have none, and text needs "
+                "one"
+            )
+        tokenizer = read_tokenizer(folder, _end_of_text(folder))
+    except (ModelFolderError, DataError) as error:
+        raise GenerationError(str(error)) from None
+    decoder = model.decoder.requires_grad_(False)
+    return _source(decoder, tokenizer, routing, decoder.attention_config.geometry)
+
+
+def _end_of_text(folder: Path) -> str | None:
+    """How the tokenizer of an exported model spells end-of-text; None: one of the usual ways."""
+    try:
+        token = json.loads((folder / "tokenizer_config.json").read_bytes()).get("eos_token")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return token if isinstance(token, str) else None
+
+
+def _source(decoder: Decoder, tokenizer: Any, routing: str | None, variant: str) -> Source:
+    routed = issubclass(GEOMETRIES[decoder.attention_config.geometry], MoSAR)
+    chosen = choose_routing(routing, routed, variant)
+    reader = DecoderReader(decoder, cast(Routing, "soft" if chosen == NATIVE else chosen))
+    return Source(reader, tokenizer.encode, tokenizer.decode, tokenizer.end_of_text, chosen)
+
+
+def choose_routing(routing: str | None, routed: bool, variant: str) -> str:
+    """The routing asked for, by default sparse; a ValueError names the choices."""
+    default = ROUTINGS[-1] if routed else NATIVE
+    (chosen,) = check_routings([default if routing is None else routing], routed, variant)
+    return chosen

@@ -1,0 +1,1 @@
+"""Our models inside the libraries of others."""

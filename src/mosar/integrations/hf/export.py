@@ -1,0 +1,147 @@
+"""A training run's checkpoint in the form of transformers: weights, tokenizer, model card.
+
+DIR/config.json              sizes, geometry, and in `provenance` the run it comes from
+DIR/model.safetensors        the parameters, under `decoder.`
+DIR/generation_config.json   where a text ends
+DIR/tokenizer.json, …        where the data was text
+DIR/README.md                the model card
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from mosar.data.errors import DataError
+from mosar.data.manifest import Manifest
+from mosar.data.tokenizer import Tokenizer, load_tokenizer
+from mosar.evaluation.errors import EvaluationError
+from mosar.evaluation.subject import Subject
+from mosar.integrations.hf.card import model_card
+from mosar.integrations.hf.errors import ModelFolderError
+from mosar.integrations.hf.folders import CARD, CONFIG, WEIGHTS, load_model, new_folder, quiet
+from mosar.integrations.hf.model import MosarForCausalLM
+from mosar.integrations.hf.tokenizer import fast_tokenizer
+from mosar.training.batches import data_fingerprint
+from mosar.training.checkpoints import write_synced
+from mosar.training.config import RunConfig
+from mosar.training.run_folder import METRICS, read_metrics
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def export_run(
+    run: Path | str,
+    out: Path | str,
+    *,
+    step: int | None = None,
+    dtype: str = "float32",
+    routing: str = "soft",
+    data: Path | None = None,
+    force: bool = False,
+) -> Path:
+    """Writes the checkpoint of `step`, by default the newest, and returns `out`.
+
+    dtype: of the parameters but the routers; float32 keeps every bit. routing: what the loaded
+    model starts with. data: where the dataset of the run lies, if it was moved. force: replaces an
+    exported model in `out`.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    run, out = Path(run), Path(out)
+    try:
+        subject = Subject.open(run, step)
+        manifest, tokenizer = _open_data(subject, data)
+    except (EvaluationError, DataError) as error:
+        raise ModelFolderError(str(error)) from None
+    end = {}
+    if tokenizer is not None:
+        end = dict.fromkeys(("eos_token_id", "pad_token_id"), tokenizer.end_of_text)
+    model = MosarForCausalLM.from_decoder(
+        subject.decoder.cpu(),
+        routing=routing,
+        provenance=provenance(subject),
+        **end,
+    )
+    _narrow(model, DTYPES[dtype])
+    model.generation_config = GenerationConfig.from_model_config(model.config)
+    with new_folder(out, replace=force, what="an exported model") as staging, quiet():
+        model.save_pretrained(staging)
+        if tokenizer is not None:
+            fast = fast_tokenizer(tokenizer, subject.train_length)
+            fast.save_pretrained(staging)
+        card = model_card(subject, manifest, dtype=dtype, routing=routing)
+        write_synced(staging / CARD, card.encode())
+        # transformers keeps weights to their owner; a model is made to be shared.
+        (staging / WEIGHTS).chmod((staging / CONFIG).stat().st_mode)
+        # What was written is what was meant, before anybody relies on it.
+        _check_written(load_model(staging), model)
+    return out
+
+
+def provenance(subject: Subject) -> dict[str, Any]:
+    """What `import_model` needs to make a run folder again; no path of this machine."""
+    return {
+        "run": _portable(subject.config),
+        "step": subject.step,
+        "checkpoint": subject.checksum,
+        "data_fingerprint": subject.data_fingerprint,
+        "metrics": _last_metrics(subject),
+    }
+
+
+def _portable(config: RunConfig) -> dict[str, Any]:
+    values = config.to_dict()
+    values["data"]["folder"] = Path(config.data.folder).name
+    return values
+
+
+def _last_metrics(subject: Subject) -> list[dict[str, Any]]:
+    """The last line of each split up to the step."""
+    if not (subject.run / METRICS).exists():
+        return []
+    last = {
+        line["split"]: line for line in read_metrics(subject.run) if line["step"] <= subject.step
+    }
+    return list(last.values())
+
+
+def _open_data(subject: Subject, data: Path | None) -> tuple[Manifest | None, Tokenizer | None]:
+    """The dataset that the run was trained on and its tokenizer; neither where it learnt a task."""
+    if subject.config.data.task != "text":
+        return None, None
+    return open_tokenizer(subject.config, subject.data_fingerprint, subject.run, data)
+
+
+def open_tokenizer(
+    config: RunConfig, fingerprint: str, run: Path, data: Path | None
+) -> tuple[Manifest, Tokenizer]:
+    """The manifest and the tokenizer of a run's dataset, wherever it lies now."""
+    folder = Path(config.data.folder) if data is None else data
+    if data is None and not folder.is_dir():
+        raise ModelFolderError(f"the data of {run} is not in {folder} any more; say where: --data")
+    manifest = Manifest.read(folder)
+    if data_fingerprint(manifest) != fingerprint:
+        raise ModelFolderError(
+            f"{folder} is not the data that {run} was trained on: its contents differ; give the "
+            "folder it was trained on, or a copy, with --data"
+        )
+    return manifest, load_tokenizer(folder)
+
+
+def _narrow(model: MosarForCausalLM, dtype: torch.dtype) -> None:
+    """All parameters but the routers' in `dtype`."""
+    kept = model._keep_in_fp32_modules_strict or ()
+    for name, parameter in model.named_parameters():
+        if not any(part in kept for part in name.split(".")):
+            parameter.data = parameter.data.to(dtype)
+
+
+def _check_written(written: MosarForCausalLM, meant: MosarForCausalLM) -> None:
+    saved = written.state_dict()
+    for name, tensor in meant.state_dict().items():
+        if saved[name].dtype != tensor.dtype or not torch.equal(saved[name], tensor):
+            raise ModelFolderError(f"{name} came back from the disk otherwise than it was written")

@@ -1,0 +1,94 @@
+"""A model's folder: recognised, loaded whole or refused, written whole or not at all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from transformers.utils import logging
+
+from mosar.data.errors import DataError
+from mosar.data.staging import staged_folder
+from mosar.integrations.hf.config import MosarDecoderConfig
+from mosar.integrations.hf.errors import ModelFolderError
+from mosar.integrations.hf.model import MosarForCausalLM
+
+CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
+
+
+def is_model_folder(folder: Path) -> bool:
+    """Whether `folder` holds one of our models in the form of transformers."""
+    try:
+        values = json.loads((folder / CONFIG).read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(values, dict) and values.get("model_type") == MosarDecoderConfig.model_type
+
+
+def load_model(folder: Path | str, *, dtype: torch.dtype | None = None) -> MosarForCausalLM:
+    """The model of a folder, ready to be asked; a ModelFolderError says what is wrong.
+
+    dtype: of the parameters but the routers; None: as it was saved. Unlike `from_pretrained`, which
+    fills what is missing with random numbers, this insists on every parameter.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ModelFolderError(f"there is no folder {folder}; make one with mosar export")
+    if not is_model_folder(folder):
+        raise ModelFolderError(
+            f"{folder} is no exported model: its {CONFIG} does not say so; make one with mosar "
+            "export"
+        )
+    try:
+        with quiet():
+            model, info = MosarForCausalLM.from_pretrained(  # pyright: ignore[reportGeneralTypeIssues]
+                folder, dtype="auto" if dtype is None else dtype, output_loading_info=True
+            )
+    except (OSError, ValueError, SafetensorError) as error:
+        line = " ".join(str(error).split())
+        raise ModelFolderError(f"cannot load {folder}: {line}") from None
+    wrong = [key for keys in info.values() for key in keys]
+    if wrong:
+        kinds = ", ".join(f"{len(keys)} {name}" for name, keys in info.items() if keys)
+        raise ModelFolderError(
+            f"the parameters in {folder} are not those of its {CONFIG}: {kinds}, {wrong[0]} first"
+        )
+    return model.eval()
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without the progress bars and remarks of transformers."""
+    bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+@contextmanager
+def new_folder(out: Path, *, replace: bool, what: str) -> Iterator[Path]:
+    """A folder to fill, which is `out` once the block has ended well; `what` it is to hold."""
+    out = Path(out)
+    if out.exists() and not out.is_dir():
+        raise ModelFolderError(f"{out} is a file; choose another --out")
+    if out.is_dir() and any(out.iterdir()):
+        if not replace:
+            raise ModelFolderError(f"{out} is not empty; choose another --out")
+        if not is_model_folder(out):
+            raise ModelFolderError(f"{out} holds something else than {what}; choose another --out")
+    try:
+        with staged_folder(out, replace=True, replaceable=lambda _: True) as staging:
+            yield staging
+    except DataError as error:
+        raise ModelFolderError(str(error)) from None
+    except OSError as error:
+        raise ModelFolderError(f"{error.filename or out}: {error.strerror or error}") from None

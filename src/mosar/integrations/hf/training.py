@@ -1,0 +1,41 @@
+"""What `Trainer` does not know of: in which update it is, for the warm-up of the routing cost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+
+class RoutingCostWarmup(TrainerCallback):
+    """Lets lambda grow over `cost_warmup` updates, as `mosar train` does.
+
+    Trainer(model, args, callbacks=[RoutingCostWarmup()], ...). Without it lambda is whole at once.
+    """
+
+    def on_step_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        _unwrapped(model).cost_step = state.global_step + 1
+
+    def on_train_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        _unwrapped(model).cost_step = None
+
+
+def _unwrapped(model: Any) -> Any:
+    """The model inside what distributed training or an adapter put around it."""
+    while not hasattr(model, "cost_step") and (inner := getattr(model, "module", None)) is not None:
+        model = inner
+    return model

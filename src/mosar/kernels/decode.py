@@ -1,0 +1,120 @@
+"""The regime KV cache in C++: append a token a row, and attend with one query a row.
+
+A cache's state is six tensors (`mosar.model.regime_lists` owns them and says what they hold):
+k_pool, v_pool, table, marks, free, progress. See csrc/lists.h and csrc/decode.h.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from mosar.core.config import MoSARConfig
+from mosar.kernels import native
+
+IMPLEMENTATIONS = ("auto", "native", "torch")
+State = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def can_serve(impl: str, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether these kernels serve a cache, or torch operators; "native" is refused where not."""
+    if impl not in IMPLEMENTATIONS:
+        raise ValueError(f"impl must be one of {IMPLEMENTATIONS}, got {impl!r}")
+    if impl == "torch":
+        return False
+    if device.type != "cpu":
+        obstacle = f"it runs on the CPU, and the keys are on {device}"
+    elif dtype == torch.float64:
+        obstacle = "it computes in float32, and the keys are float64"
+    else:
+        obstacle = native.native_obstacle()
+    if obstacle is None:
+        _register_operators()
+    elif impl == "native":
+        raise ValueError(f"impl='native' cannot serve: {obstacle}; use impl='auto'")
+    return obstacle is None
+
+
+def append_token(
+    k: Tensor,
+    v: Tensor,
+    labels: Tensor,
+    positions: Tensor | None,
+    valid: Tensor | None,
+    state: State,
+    reach: Tensor,
+    *,
+    slot: int,
+    sinks: int,
+    margin: int,
+) -> int:
+    """Stores k, v [B, Hkv, 1, D] of labels [B, Gr] and evicts, in place.
+
+    reach [C]: how far the farthest-looking query reads each class; margin: keys are kept that much
+    longer, below 0 for ever. Returns how many more tokens surely fit before the state must grow.
+    """
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.mosar.cache_append.default(
+            k, v, labels, positions, valid, *state, reach, slot, sinks, margin
+        )
+
+
+def attend_token(
+    q: Tensor,
+    labels: Tensor,
+    positions: Tensor | None,
+    state: State,
+    reach: Tensor,
+    geometry: Tensor,
+    *,
+    position: int,
+    scale: float,
+    softcap: float | None,
+    config: MoSARConfig,
+) -> tuple[Tensor, Tensor]:
+    """q [B, Hq, 1, D] of labels [B, Gr] over the lists; output in the dtype of q, and log-sum-exp.
+
+    reach [R, C], geometry as `pair_table` gives it; position: of every row where there are no
+    positions [B, 1].
+    """
+    k_pool, v_pool, table, marks, _, progress = state
+    with torch._C._AutoDispatchBelowAutograd():
+        out, lse = torch.ops.mosar.cache_attend.default(
+            q.float().contiguous(),
+            labels,
+            positions,
+            k_pool,
+            v_pool,
+            table,
+            marks,
+            progress,
+            reach,
+            geometry,
+            position,
+            scale,
+            0.0 if softcap is None else softcap,
+            config.barrier,
+            config.exponent,
+        )
+    return out.to(q.dtype), lse
+
+
+def pair_table(config: MoSARConfig) -> Tensor:
+    """Plateau and 1 / transition per (regime, class), [R, C, 2], a column more for sinks."""
+    return native._geometry(config)
+
+
+@lru_cache(maxsize=1)
+def _register_operators() -> None:
+    torch.library.register_fake("mosar::cache_append")(_fake_append)
+    torch.library.register_fake("mosar::cache_attend")(_fake_attend)
+
+
+def _fake_append(*inputs):
+    return torch.library.get_ctx().new_dynamic_size()
+
+
+def _fake_attend(q, *inputs):
+    return q.new_empty(q.shape), q.new_empty(q.shape[:-1])

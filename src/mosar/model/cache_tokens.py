@@ -1,0 +1,178 @@
+"""Tokens on their way into a cache: what `update` was given, checked by name and completed.
+
+Shapes: B rows, Hkv key/value heads, Gr routing groups, S tokens, D head dim, R regimes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mosar.core.config import MoSARConfig
+from mosar.core.inputs import DTYPES
+from mosar.core.layout import can_check_values
+
+FAR = torch.iinfo(torch.int32).max
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Consecutive tokens of every row."""
+
+    k: Tensor
+    """[B, Hkv, S, D], post-positional, unexpanded."""
+    v: Tensor
+    labels: Tensor
+    """[B, Gr, S] int64."""
+    pi: Tensor | None
+    """[B, Gr, S, R], under soft routing."""
+    positions: Tensor | None
+    """[B, S] int64; None: the slots."""
+    valid: Tensor | None
+    """[B, S] bool; None: all."""
+    first_slot: int
+    """How many tokens came before."""
+
+    @property
+    def count(self) -> int:
+        return self.k.shape[2]
+
+    @property
+    def slots(self) -> Tensor:
+        """[S]."""
+        return torch.arange(self.first_slot, self.first_slot + self.count)
+
+    @property
+    def all_positions(self) -> Tensor:
+        """[B, S]."""
+        if self.positions is not None:
+            return self.positions
+        return self.slots.to(self.k.device).expand(self.k.shape[0], -1)
+
+    @property
+    def all_valid(self) -> Tensor:
+        """[B, S]."""
+        if self.valid is not None:
+            return self.valid
+        return torch.ones(1, 1, dtype=torch.bool, device=self.k.device).expand(
+            self.k.shape[0], self.count
+        )
+
+    def check_values(self, config: MoSARConfig, last_positions: Tensor) -> None:
+        """Labels must be regimes, positions must not fall below those before, [B]."""
+        if torch.compiler.is_compiling():
+            return
+        # Bookkeeping is on the CPU, so that they have to be read there anyway.
+        labels, all_positions, all_valid = (
+            x.cpu() for x in (self.labels, self.all_positions, self.all_valid)
+        )
+        for row, last in enumerate(last_positions.tolist()):
+            positions = all_positions[row][all_valid[row]]
+            check_labels("labels_k", labels[row][:, all_valid[row]], config)
+            if not len(positions):
+                continue
+            falls = positions.diff(prepend=positions.new_tensor([last])) < 0
+            if falls.any() or int(positions[0]) < 0:
+                at = int(falls.nonzero()[0]) if falls.any() else 0
+                before = int(positions[at - 1]) if at else last
+                raise ValueError(
+                    "key_positions must be >= 0 and must not decrease along the valid keys of a "
+                    f"row, got {int(positions[at])} after {before} in row {row}"
+                )
+            if int(positions[-1]) >= FAR:
+                raise ValueError(
+                    f"key_positions must stay below 2^31 - 1, got {int(positions[-1])}"
+                )
+
+
+def check_labels(name: str, labels: Tensor, config: MoSARConfig) -> None:
+    """Every label must be the index of a regime."""
+    if labels.numel() and can_check_values(labels):
+        low, high = (int(x) for x in torch.aminmax(labels))
+        if low < 0 or high >= config.num_regimes:
+            raise ValueError(
+                f"{name} must lie in 0..{config.num_regimes - 1}, got values {low}..{high}"
+            )
+
+
+def check_heads(
+    name: str,
+    x: object,
+    batch: int | None,
+    heads: int | None,
+    dim: int | None,
+    device: torch.device | None,
+) -> None:
+    """x must be [B, heads, length, D] of a float dtype, without gradient; None: any."""
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} must be a tensor, got {type(x).__name__}")
+    wanted = (batch, heads, None, dim)
+    if (
+        x.dim() != 4
+        or 0 in x.shape
+        or any(size not in (None, given) for size, given in zip(wanted, x.shape, strict=True))
+    ):
+        sizes = ", ".join(
+            str(name if size is None else size)
+            for name, size in zip(("B", "heads", "length", "D"), wanted, strict=True)
+        )
+        raise ValueError(f"{name} must be [{sizes}], none of them 0, got {list(x.shape)}")
+    if x.dtype not in DTYPES:
+        raise ValueError(f"{name} must be one of {[str(d) for d in DTYPES]}, got {x.dtype}")
+    if device is not None and x.device != device:
+        raise ValueError(f"{name} must be on the device of the cache, {device}, got {x.device}")
+    if x.requires_grad:
+        raise ValueError(
+            f"{name} requires a gradient, which no cache keeps; call the model under "
+            "torch.no_grad() or torch.inference_mode()"
+        )
+
+
+def check_routing(
+    name: str, routing: object, like: Tensor, groups: int | None, regimes: int | None = None
+) -> None:
+    """Labels [B, length] or [B, Gr, length] of `like` [B, heads, length, D], integers.
+
+    With `regimes`, probabilities [..., R] instead, float32 or float64.
+    """
+    if not isinstance(routing, Tensor):
+        raise ValueError(f"{name} must be a tensor, got {type(routing).__name__}")
+    batch, heads, length, _ = like.shape
+    tail = () if regimes is None else (regimes,)
+    shape = tuple(routing.shape)
+    found = shape[1] if len(shape) == 3 + len(tail) else 1
+    plain, grouped = (batch, length, *tail), (batch, found, length, *tail)
+    if shape not in (plain, grouped) or groups not in (None, found):
+        rest = ", ".join(map(str, (length, *tail)))
+        raise ValueError(
+            f"{name} must be [{batch}, {rest}] or [{batch}, {groups or 'groups'}, {rest}], "
+            f"got {list(shape)}"
+        )
+    if not found or heads % found:
+        raise ValueError(
+            f"{name} has {found} routing groups, which must divide the {heads} heads it routes"
+        )
+    if routing.device != like.device:
+        raise ValueError(f"{name} must be on {like.device}, got {routing.device}")
+    if regimes is not None and routing.dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"{name} must be float32 or float64, got {routing.dtype}")
+    fraction = routing.is_floating_point() or routing.is_complex()
+    if regimes is None and (fraction or routing.dtype == torch.bool):
+        raise ValueError(f"{name} must hold integer regime labels, got {routing.dtype}")
+
+
+def check_grid(name: str, x: Tensor | None, like: Tensor, *, of_bool: bool = False) -> None:
+    """x must be None or [B, length] of `like` [B, heads, length, D], of integers or of bool."""
+    if x is None:
+        return
+    batch, _, length, _ = like.shape
+    if not isinstance(x, Tensor) or tuple(x.shape) != (batch, length):
+        got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"{name} must be [{batch}, {length}], got {got}")
+    integer = not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+    if (x.dtype != torch.bool) if of_bool else not integer:
+        raise ValueError(f"{name} must hold {'bool' if of_bool else 'integers'}, got {x.dtype}")
+    if x.device != like.device:
+        raise ValueError(f"{name} must be on {like.device}, got {x.device}")

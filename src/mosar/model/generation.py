@@ -1,0 +1,181 @@
+"""Writing with a decoder: read the prompt, choose a token, read it, choose the next.
+
+    p(token) ~ exp(logit / temperature), among the top_k largest, of those the smallest set that
+    holds top_p of the probability
+
+Shapes: T tokens, V vocabulary, L layers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from mosar.attention import Routing
+from mosar.core.hard_domain import build_hard_domain
+from mosar.geometries import LayerRouting, RopeMask
+from mosar.model.decoder import Decoder
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the next token is chosen."""
+
+    temperature: float = 0.8
+    """0: always the likeliest."""
+    top_k: int | None = None
+    """Only the k likeliest; None: all."""
+    top_p: float | None = None
+    """Only the likeliest that together have this probability; None: all."""
+
+    def __post_init__(self) -> None:
+        value = self.temperature
+        if not _is_number(value) or not 0 <= value < math.inf:
+            raise ValueError(f"temperature must be a number >= 0, got {value!r}")
+        if self.top_k is not None and (not isinstance(self.top_k, Integral) or self.top_k < 1):
+            raise ValueError(f"top_k must be an integer >= 1, got {self.top_k!r}")
+        if self.top_p is not None and (not _is_number(self.top_p) or not 0 < self.top_p <= 1):
+            raise ValueError(f"top_p must be a number above 0 and at most 1, got {self.top_p!r}")
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """logits [V] -> the distribution that is drawn from, [V] float64."""
+        logits = logits.double()
+        if self.temperature == 0:
+            chosen = torch.zeros_like(logits)
+            chosen[logits.argmax()] = 1
+            return chosen
+        # The largest becomes 0, so that a tiny temperature overflows nowhere.
+        scaled = (logits - logits.max()) / self.temperature
+        order = scaled.argsort(descending=True, stable=True)
+        kept = torch.softmax(scaled[order], dim=0)
+        if self.top_k is not None:
+            kept[self.top_k :] = 0
+        if self.top_p is not None:
+            kept = kept / kept.sum()
+            # A token stays if those before it do not have that much yet.
+            before = kept.cumsum(dim=0) - kept
+            kept[before >= self.top_p] = 0
+        return torch.zeros_like(kept).scatter_(0, order, kept / kept.sum())
+
+    def choose(self, logits: Tensor, generator: torch.Generator) -> int:
+        """A token drawn from logits [V]."""
+        if not bool(logits.isfinite().all()):
+            raise ValueError("the model's logits are not finite: there is nothing to choose from")
+        if self.temperature == 0:
+            return int(logits.argmax())
+        return int(torch.multinomial(self.probabilities(logits), 1, generator=generator))
+
+
+class Reader(Protocol):
+    """A model that has read some tokens and can read on."""
+
+    def read(self, tokens: Sequence[int]) -> Tensor:
+        """Reads further tokens, at least one; logits [V] of the next, on the CPU."""
+        ...
+
+
+def write_tokens(
+    reader: Reader,
+    prompt: Sequence[int],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling | None = None,
+    seed: int = 0,
+    stop: int | None = None,
+) -> Iterator[int]:
+    """Tokens that follow the prompt, as they are chosen; `stop` ends the text and is not given."""
+    if not prompt:
+        raise ValueError("prompt must hold at least one token")
+    if not isinstance(max_new_tokens, Integral) or max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be an integer >= 1, got {max_new_tokens!r}")
+    sampling = sampling or Sampling()
+    generator = torch.Generator().manual_seed(seed)
+    unread: Sequence[int] = prompt
+    for _ in range(max_new_tokens):
+        token = sampling.choose(reader.read(unread), generator)
+        if token == stop:
+            return
+        yield token
+        unread = [token]
+
+
+class DecoderReader:
+    """A `Decoder` with its KV cache, one row."""
+
+    def __init__(self, decoder: Decoder, routing: Routing = "sparse", **cache_options: Any):
+        self.decoder, self.routing = decoder, routing
+        self.cache = decoder.new_cache(routing, **cache_options)
+        self._labels: list[list[tuple[Tensor, Tensor]]] = []
+
+    @torch.inference_mode()
+    def read(self, tokens: Sequence[int]) -> Tensor:
+        """Reads further tokens; logits [V] of the next."""
+        embedding = self.decoder.embedding
+        wrong = [token for token in tokens if not 0 <= token < embedding.num_embeddings]
+        if wrong:
+            raise ValueError(
+                f"tokens must lie in 0..{embedding.num_embeddings - 1}, got {wrong[0]}: does the "
+                "tokenizer belong to the model?"
+            )
+        row = torch.tensor([tokens], device=embedding.weight.device)
+        output = self.decoder(row, routing=self.routing, cache=self.cache)
+        self._note(output.routings)
+        return self.decoder.logits(output.hidden[0, -1]).float().cpu()
+
+    def _note(self, routings: Sequence[LayerRouting]) -> None:
+        self._labels.append([(r.query.labels.cpu(), r.key.labels.cpu()) for r in routings])
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens read so far."""
+        return self.cache.slots
+
+    @property
+    def cache_bytes(self) -> int:
+        """Memory that the cache holds."""
+        return self.cache.allocated_bytes
+
+    @property
+    def dense_bytes(self) -> int:
+        """Keys and values of all tokens read so far."""
+        model = self.decoder.model_config
+        width = 2 * model.num_layers * model.num_kv_heads * model.head_dim
+        return width * self.num_tokens * self.decoder.embedding.weight.element_size()
+
+    @property
+    def density(self) -> float:
+        """The share of causal pairs that the geometry's support holds, mean over the layers.
+
+        Under soft and top-1 routing, too, where every pair is evaluated nevertheless.
+        """
+        config = self.decoder.attention_config.mosar_config(self.decoder.model_config.max_length)
+        if not self._labels or not self._labels[0]:
+            return self._window_density(config)
+        counts = []
+        for layer in zip(*self._labels, strict=True):
+            labels_q, labels_k = (torch.cat(part, dim=-1) for part in zip(*layer, strict=True))
+            counts.append(build_hard_domain(labels_q, labels_k, config, materialize=False).density)
+        return sum(counts) / len(counts)
+
+    def _window_density(self, config: Any) -> float:
+        """Without routers: that of a hard window, or 1."""
+        geometry = cast(Any, self.decoder.layers[0]).attention.geometry
+        window = geometry.window if isinstance(geometry, RopeMask) else None
+        if window is None or not self.num_tokens:
+            return 1.0
+        labels = torch.zeros(1, self.num_tokens, dtype=torch.int64)
+        inside, causal = (
+            build_hard_domain(labels, labels, config, window=limit, materialize=False).causal_count
+            for limit in (window, None)
+        )
+        return inside / causal
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)

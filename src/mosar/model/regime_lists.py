@@ -1,0 +1,336 @@
+"""Keys and values as one list per (row, routing group, class), in pages of one growing pool.
+
+A class is a regime, or the sinks as one more. Positions ascend in every list, so what a query may
+read of a class is one slice, and what no later query can read is at the front. A page holds the
+keys of one list; pages that a list leaves empty serve any other list. Nothing is copied when a list
+grows; when the pool runs out of pages it grows by an eighth.
+
+    k_pool   [P, heads, D, page]   keys, transposed: a page's scores are sums of rows
+    v_pool   [P, heads, page, D]
+    table    [lists, 2 + W]        begin and end of a list (places in its pages), and its pages
+    marks    [P, 2, page]          position and slot of each key
+    free     [1 + P]               how many pages are free, and which
+    progress [B, 4]                tokens seen, last position, horizon, last evicted slot
+
+The slot of a token counts all tokens of its row, padding too. The horizon is the first query
+position that every evicted key is out of reach of. The pools are where the model is; all else is
+on the CPU, as the native kernels (csrc/lists.h) want it.
+
+Shapes: B rows, Gr routing groups, C classes, P pages, D head dim, S keys, N keys of all lists.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mosar.model.layer_cache import ordinary
+
+PAGE = 32
+SEEN, LAST, HORIZON, EVICTED = range(4)
+
+
+class Places(NamedTuple):
+    """Where keys are, each field [N]."""
+
+    lists: Tensor
+    """Index of the list."""
+    page: Tensor
+    at: Tensor
+    """Place in the page."""
+
+
+class Gathered(NamedTuple):
+    """Keys of each (row, group) in the order of their slots."""
+
+    k: Tensor
+    """[B * Gr, heads, S, D], zeros where nothing is."""
+    v: Tensor
+    classes: Tensor
+    """[B * Gr, S], as the rest."""
+    positions: Tensor
+    valid: Tensor
+
+
+class RegimeLists:
+    """The lists of one layer; every method keeps them consistent or raises before changing one."""
+
+    @ordinary
+    def __init__(
+        self,
+        rows: int,
+        groups: int,
+        classes: int,
+        heads: int,
+        dim: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        self.groups, self.classes = groups, classes
+        self.k_pool = torch.empty(0, heads, dim, PAGE, dtype=dtype, device=device)
+        self.v_pool = torch.empty(0, heads, PAGE, dim, dtype=dtype, device=device)
+        self.table = torch.zeros(rows * groups * classes, 2, dtype=torch.int32)
+        self.marks = torch.zeros(0, 2, PAGE, dtype=torch.int32)
+        self.free = torch.zeros(1, dtype=torch.int32)
+        self.progress = torch.tensor([[0, -1, 0, -1]]).repeat(rows, 1)
+
+    @property
+    def rows(self) -> int:
+        return self.progress.shape[0]
+
+    @property
+    def state(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        return self.k_pool, self.v_pool, self.table, self.marks, self.free, self.progress
+
+    @property
+    def counts(self) -> Tensor:
+        """Keys that are stored, [B, Gr, C] int64."""
+        lengths = (self.table[:, 1] - self.table[:, 0]).long()
+        return lengths.view(self.rows, self.groups, self.classes)
+
+    @property
+    def allocated_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.state)
+
+    @property
+    def key_bytes(self) -> int:
+        """Bytes of one key, its value, position and slot in one group."""
+        _, heads, dim, _ = self.k_pool.shape
+        return 2 * heads * dim * self.k_pool.element_size() + 8
+
+    def places(self) -> Places:
+        """All keys, list after list, each in its order."""
+        begin, end = self.table[:, 0].long(), self.table[:, 1].long()
+        return self._places(begin, end - begin)
+
+    def _places(self, begin: Tensor, counts: Tensor) -> Places:
+        lists = torch.repeat_interleave(counts)
+        start = counts.cumsum(0) - counts
+        place = torch.arange(len(lists)) - start[lists] + begin[lists]
+        return Places(lists, self.table[lists, 2 + place // PAGE].long(), place % PAGE)
+
+    def row_of(self, lists: Tensor) -> Tensor:
+        return lists // (self.groups * self.classes)
+
+    @ordinary
+    def append(
+        self,
+        k: Tensor,
+        v: Tensor,
+        classes: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        keep: Tensor,
+    ) -> None:
+        """Adds the kept ones of k, v [B, Hkv, S, D] to the ends of their lists.
+
+        classes, keep [B, Gr, S] (on the CPU), positions [B, S], slots [S].
+        """
+        row, group, column = keep.nonzero(as_tuple=True)
+        lists = (row * self.groups + group) * self.classes + classes[row, group, column]
+        lists, order = torch.sort(lists, stable=True)
+        row, group, column = row[order], group[order], column[order]
+        counts = torch.bincount(lists, minlength=len(self.table))
+        end = self.table[:, 1].long()
+        self._take_pages(_pages(end), _pages(end + counts))
+        _, page, at = self._places(end, counts)
+        self.table[:, 1] += counts.int()
+        self.marks[page, 0, at] = positions[row, column].int()
+        self.marks[page, 1, at] = slots[column].int()
+        device = self.k_pool.device
+        page, at, row, group, column = (x.to(device) for x in (page, at, row, group, column))
+        for pool, new in ((self.k_pool.mT, k), (self.v_pool, v)):
+            split = new.unflatten(1, (self.groups, -1))
+            pool[page, :, at] = split[row, group, :, column].to(pool.dtype)
+
+    @ordinary
+    def evict(self, limits: Tensor, reach: Tensor) -> None:
+        """Drops the keys that a query at limits [B] cannot reach any more; reach [C] int64."""
+        lists, page, at = self.places()
+        position, slot = self.marks[page, :, at].long().unbind(dim=1)
+        out_of_reach = position + reach[lists % self.classes] + 1
+        row = self.row_of(lists)
+        dead = out_of_reach <= limits[row]
+        if not dead.any():
+            return
+        self.note_eviction(row[dead], out_of_reach[dead], slot[dead])
+        # The dead ones of a list are its first ones.
+        self.table[:, 0] += torch.bincount(lists[dead], minlength=len(self.table)).int()
+        for index in (self.table[:, 0] >= PAGE).nonzero()[:, 0].tolist():
+            entry = self.table[index]
+            emptied, used = int(entry[0]) // PAGE, int(_pages(entry[1]))
+            self._give_back(entry[2 : 2 + emptied])
+            entry[2 : 2 + used - emptied] = entry[2 + emptied : 2 + used].clone()
+            entry[:2] -= emptied * PAGE
+
+    def note_eviction(self, row: Tensor, out_of_reach: Tensor, slot: Tensor) -> None:
+        """Remembers that keys of these rows [N] are gone, and from which query position on."""
+        for column, values in ((HORIZON, out_of_reach), (EVICTED, slot)):
+            self.progress[:, column] = self.progress[:, column].scatter_reduce(
+                0, row, values, "amax"
+            )
+
+    @ordinary
+    def crop(self, length: int) -> None:
+        """Drops every key from slot `length` on."""
+        lists, page, at = self.places()
+        position, slot = self.marks[page, :, at].long().unbind(dim=1)
+        gone, row = slot >= length, self.row_of(lists)
+        # Each token is in one list of every group.
+        first_group = gone & (lists // self.classes % self.groups == 0)
+        self.progress[:, SEEN] -= torch.bincount(row[first_group], minlength=self.rows)
+        last = self.progress[:, HORIZON] - 1
+        self.progress[:, LAST] = last.scatter_reduce(0, row[~gone], position[~gone], "amax")
+        before = _pages(self.table[:, 1])
+        self.table[:, 1] -= torch.bincount(lists[gone], minlength=len(self.table)).int()
+        empty = self.table[:, 0] == self.table[:, 1]
+        self.table[empty, :2] = 0
+        after = _pages(self.table[:, 1])
+        for index in (after < before).nonzero()[:, 0].tolist():
+            self._give_back(self.table[index, 2 + int(after[index]) : 2 + int(before[index])])
+        self.shrink()
+
+    def last_positions(self, length: int) -> Tensor:
+        """The last position before slot `length` of each row, -1 where no key is left, [B]."""
+        lists, page, at = self.places()
+        position, slot = self.marks[page, :, at].long().unbind(dim=1)
+        kept = slot < length
+        nothing = torch.full((self.rows,), -1)
+        return nothing.scatter_reduce(0, self.row_of(lists)[kept], position[kept], "amax")
+
+    @ordinary
+    def select_rows(self, rows: Tensor) -> None:
+        """Rows [B'] become the rows; one that is taken again is copied, one not taken is freed."""
+        per_row = self.groups * self.classes
+        first = torch.full((self.rows,), -1)
+        for new, old in reversed(list(enumerate(rows.tolist()))):
+            first[old] = new
+        again = first[rows] != torch.arange(len(rows))
+        used = _pages(self.table[:, 1]).view(-1, per_row).sum(dim=1)
+        # Give back first: the copies may use what is free.
+        for old in (first < 0).nonzero()[:, 0].tolist():
+            for entry in self.table[old * per_row : (old + 1) * per_row]:
+                self._give_back(entry[2 : 2 + int(_pages(entry[1]))])
+        self.reserve(int(used[rows[again]].sum()))
+        table = self.table.view(-1, per_row, self.table.shape[1])[rows].flatten(0, 1)
+        self.table, self.progress = table, self.progress[rows]
+        for new in again.nonzero()[:, 0].tolist():
+            for entry in table[new * per_row : (new + 1) * per_row]:
+                source = entry[2 : 2 + int(_pages(entry[1]))].long()
+                copy = self._pop(len(source)).long()
+                entry[2 : 2 + len(source)] = copy.int()
+                for pool in (self.k_pool, self.v_pool, self.marks):
+                    pool[copy.to(pool.device)] = pool[source.to(pool.device)]
+        self.shrink()
+
+    @ordinary
+    def gather(self, slots: int | None = None) -> Gathered:
+        """All keys in the order of their slots; with `slots`, each in the column of its slot."""
+        lists, page, at = self.places()
+        position, slot = self.marks[page, :, at].long().unbind(dim=1)
+        member = lists // self.classes
+        order = torch.argsort(member * (1 << 32) + slot)
+        lists, page, at, position, slot, member = (
+            x[order] for x in (lists, page, at, position, slot, member)
+        )
+        members = self.rows * self.groups
+        counts = torch.bincount(member, minlength=members)
+        start = counts.cumsum(0) - counts
+        column = torch.arange(len(member)) - start[member] if slots is None else slot
+        length = int(counts.max()) if slots is None else slots
+
+        def spread(values: Tensor) -> Tensor:
+            return values.new_zeros(members, length).index_put_((member, column), values)
+
+        _, heads, dim, _ = self.k_pool.shape
+        device = self.k_pool.device
+        to = tuple(x.to(device) for x in (member, column))
+        source = tuple(x.to(device) for x in (page, at))
+        keys_and_values = []
+        for pool in (self.k_pool.mT, self.v_pool):
+            padded = pool.new_zeros(members, length, heads, dim)
+            padded[to] = pool[source[0], :, source[1]]
+            keys_and_values.append(padded.transpose(1, 2))
+        return Gathered(
+            *keys_and_values,
+            classes=spread(lists % self.classes),
+            positions=spread(position),
+            valid=spread(torch.ones_like(member, dtype=torch.bool)),
+        )
+
+    @ordinary
+    def reserve(self, pages: int, width: int = 0) -> None:
+        """Grows the pool until `pages` are free, and the table to `width` pages a list."""
+        missing = pages - int(self.free[0])
+        if missing > 0:
+            total = self.k_pool.shape[0]
+            self._resize(with_spare(total + missing), torch.arange(total))
+        if width > self.table.shape[1] - 2:
+            width = max(width, (self.table.shape[1] - 2) * 3 // 2)
+            grown = self.table.new_zeros(len(self.table), 2 + width)
+            grown[:, : self.table.shape[1]] = self.table
+            self.table = grown
+
+    def make_room(self) -> None:
+        """For one more token in every list."""
+        self.reserve(self.rows * self.groups, int(self.table[:, 1].max()) // PAGE + 1)
+
+    @ordinary
+    def shrink(self) -> None:
+        """Returns memory where far more pages are free than growing would have left."""
+        total, used = self.k_pool.shape[0], self.k_pool.shape[0] - int(self.free[0])
+        if total <= with_spare(used) + used // 8:
+            return
+        in_use = torch.arange(self.table.shape[1] - 2) < _pages(self.table[:, 1:2])
+        pages = self.table[:, 2:][in_use].long()
+        self.table[:, 2:][in_use] = torch.arange(used, dtype=torch.int32)
+        self._resize(with_spare(used), pages)
+
+    def _resize(self, total: int, pages: Tensor) -> None:
+        """A pool of `total` pages that starts with these ones; what was free stays free."""
+        kept = len(pages)
+        free = self.free[1 : 1 + int(self.free[0])] if kept == self.k_pool.shape[0] else None
+        new = torch.arange(kept, total, dtype=torch.int32)
+        # The pages that are used first lie on top.
+        stack = new.flip(0) if free is None else torch.cat([new.flip(0), free])
+        for name in ("k_pool", "v_pool", "marks"):
+            old = getattr(self, name)
+            make = torch.zeros if name == "marks" else torch.empty
+            grown = make((total, *old.shape[1:]), dtype=old.dtype, device=old.device)
+            grown[:kept] = old[pages.to(old.device)] if free is None else old
+            setattr(self, name, grown)
+        self.free = torch.zeros(1 + total, dtype=torch.int32)
+        self.free[0] = len(stack)
+        self.free[1 : 1 + len(stack)] = stack
+
+    def _take_pages(self, before: Tensor, after: Tensor) -> None:
+        """Gives each list the pages from `before` to `after` [lists]."""
+        counts = after - before
+        self.reserve(int(counts.sum()), int(after.max()))
+        lists = torch.repeat_interleave(counts)
+        start = counts.cumsum(0) - counts
+        column = torch.arange(len(lists)) - start[lists] + before[lists]
+        self.table[lists, 2 + column] = self._pop(len(lists))
+
+    def _pop(self, count: int) -> Tensor:
+        height = int(self.free[0])
+        self.free[0] = height - count
+        return self.free[1 + height - count : 1 + height].flip(0)
+
+    def _give_back(self, pages: Tensor) -> None:
+        height = int(self.free[0])
+        self.free[1 + height : 1 + height + len(pages)] = pages
+        self.free[0] = height + len(pages)
+
+
+def with_spare(pages: int) -> int:
+    """The size of a pool that needs so many pages: an eighth more, so that growing stays rare."""
+    return pages + max(4, pages // 8)
+
+
+def _pages(end: Tensor) -> Tensor:
+    """How many pages a list with this end has."""
+    return (end + PAGE - 1) // PAGE

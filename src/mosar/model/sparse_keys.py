@@ -1,0 +1,377 @@
+"""Keys under sparse routing: lists by regime that forget what no later query can reach.
+
+One token goes straight into the lists, and one query a row reads one slice of each. A chunk is read
+where it stands together with the lists, by the sparse operator, until its queries have attended;
+then what is still in reach settles into the lists, and the rest never gets there.
+
+Shapes: B rows, Hq query heads, Hkv key/value heads, Gr routing groups, T queries, S tokens,
+D head dim, R regimes, C classes (R, or R + 1 with sinks).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mosar.attention import mosar_attention
+from mosar.core.config import MoSARConfig
+from mosar.core.hard_domain import class_reach
+from mosar.core.layout import can_check_values
+from mosar.kernels import decode
+from mosar.model.cache_tokens import FAR, Tokens, check_labels
+from mosar.model.regime_lists import EVICTED, HORIZON, LAST, SEEN, RegimeLists
+
+# Below this many pairs the dense reference is quicker than tiling with torch operators.
+_FEW_PAIRS = 512 * 512
+
+
+class SparseKeys:
+    """The lists of one layer, the chunk that has not settled, and attention over both.
+
+    margin: how many positions longer than it is in reach a key is kept; None: for ever.
+    """
+
+    def __init__(
+        self,
+        like: Tokens,
+        config: MoSARConfig,
+        *,
+        window: int | None,
+        margin: int | None,
+        impl: str,
+    ):
+        self.config, self.window, self.margin, self.impl = config, window, margin, impl
+        rows, heads, _, dim = like.k.shape
+        dtype, device = like.k.dtype, like.k.device
+        self.groups = like.labels.shape[1]
+        self._native = decode.can_serve(impl, device, dtype)
+        self._pair_table = decode.pair_table(config)
+        self._reach_RC, self._reach_C = _reach(config, window)
+        self.lists = RegimeLists(
+            rows,
+            self.groups,
+            self._reach_RC.shape[1],
+            heads // self.groups,
+            dim,
+            dtype=dtype,
+            device=device,
+        )
+        self._chunk: Tokens | None = None
+        self._placed = like.positions is not None
+        self._slots = self._room = 0
+
+    @property
+    def lengths(self) -> Tensor:
+        """Valid tokens of each row, evicted ones included, [B]."""
+        seen = self.lists.progress[:, SEEN].clone()
+        return seen if self._chunk is None else seen + self._chunk.all_valid.sum(dim=1).cpu()
+
+    @property
+    def last_positions(self) -> Tensor:
+        """The last position of each row, -1 where it has no valid token, [B]."""
+        self.settle()
+        return self.lists.progress[:, LAST]
+
+    @property
+    def allocated_bytes(self) -> int:
+        chunk = self._chunk
+        waiting = () if chunk is None else (chunk.k, chunk.v, chunk.labels)
+        return self.lists.allocated_bytes + sum(tensor.nbytes for tensor in waiting)
+
+    @property
+    def used_bytes(self) -> int:
+        self.settle()
+        return int(self.lists.counts.sum()) * self.lists.key_bytes
+
+    @property
+    def has_evicted(self) -> bool:
+        """Whether a key is gone that an earlier query could have read."""
+        self.settle()
+        return bool((self.lists.progress[:, EVICTED] >= 0).any())
+
+    @property
+    def counts(self) -> Tensor:
+        """Stored keys, [B, Gr, C] int64."""
+        self.settle()
+        return self.lists.counts
+
+    def append(self, tokens: Tokens) -> None:
+        """Takes the next tokens; a chunk waits for its queries."""
+        self.settle()
+        if tokens.count == 1 and self._native:
+            self._append_token(tokens)
+        else:
+            tokens.check_values(self.config, self.lists.progress[:, LAST])
+            self._chunk = tokens
+        self._slots += tokens.count
+        if tokens.count == 1:
+            self.settle()
+
+    def _append_token(self, tokens: Tokens) -> None:
+        if self._room <= 0:
+            self.lists.make_room()
+        try:
+            self._room = decode.append_token(
+                tokens.k,
+                tokens.v,
+                tokens.labels.flatten(1).contiguous(),
+                None if tokens.positions is None else tokens.positions.contiguous(),
+                None if tokens.valid is None else tokens.valid.contiguous(),
+                self.lists.state,
+                self._reach_C,
+                slot=tokens.first_slot,
+                sinks=self.config.num_sinks,
+                margin=-1 if self.margin is None else self.margin,
+            )
+        except (ValueError, RuntimeError):
+            # The kernel checks values before it changes anything; here they are checked by name.
+            tokens.check_values(self.config, self.lists.progress[:, LAST])
+            raise
+
+    def settle(self) -> None:
+        """Moves the chunk into the lists and evicts what its last query could not read."""
+        chunk, lists = self._chunk, self.lists
+        if chunk is None:
+            return
+        positions, valid = chunk.all_positions.cpu(), chunk.all_valid.cpu()
+        classes = self._classes(chunk.labels.cpu(), valid)
+        last = torch.where(valid, positions, -1).amax(dim=1)
+        last = torch.maximum(last, lists.progress[:, LAST])
+        keep = valid[:, None].expand(classes.shape)
+        if self.margin is not None:
+            limits, reach_C = last - self.margin, self._reach_C.long()
+            lists.evict(limits, reach_C)
+            out_of_reach = positions[:, None] + reach_C[classes] + 1
+            dead = keep & (out_of_reach <= limits[:, None, None])
+            row, _, column = dead.nonzero(as_tuple=True)
+            lists.note_eviction(row, out_of_reach[dead], chunk.slots[column])
+            keep = keep & ~dead
+        lists.append(chunk.k, chunk.v, classes, positions, chunk.slots, keep)
+        lists.progress[:, SEEN] += valid.sum(dim=1)
+        lists.progress[:, LAST] = last
+        # Only now: had memory run out above, the chunk would still be whole.
+        self._chunk, self._room = None, 0
+        lists.shrink()
+
+    def _classes(self, labels: Tensor, valid: Tensor) -> Tensor:
+        """Labels [B, Gr, S] with the first keys of a row as sinks."""
+        sinks = self.config.num_sinks
+        if not sinks:
+            return labels
+        rank = self.lists.progress[:, SEEN, None] + valid.cumsum(dim=1)
+        return labels.masked_fill((valid & (rank <= sinks))[:, None], self.config.num_regimes)
+
+    def attend(
+        self,
+        q: Tensor,
+        labels: Tensor,
+        positions: Tensor | None,
+        *,
+        scale: float | None,
+        softcap: float | None,
+    ) -> tuple[Tensor, Tensor]:
+        """q [B, Hq, T, D] with labels [B, Gr, T]; output and log-sum-exp."""
+        alone = q.shape[2] == 1 and self._chunk is None
+        if not alone or not self._native:
+            return self._attend_chunk(q, labels, positions, scale=scale, softcap=softcap)
+        if positions is not None:
+            positions = positions.contiguous()
+        elif self._placed:
+            positions = self.lists.progress[:, LAST, None].clamp_min(0)
+        try:
+            return decode.attend_token(
+                q,
+                labels.flatten(1).contiguous(),
+                positions,
+                self.lists.state,
+                self._reach_RC,
+                self._pair_table,
+                position=max(self._slots - 1, 0),
+                scale=q.shape[-1] ** -0.5 if scale is None else scale,
+                softcap=softcap,
+                config=self.config,
+            )
+        except (ValueError, RuntimeError):
+            check_labels("labels_q", labels, self.config)
+            self._check_query_positions(self._positions(q, positions))
+            raise
+
+    def _attend_chunk(
+        self, q: Tensor, labels: Tensor, positions: Tensor | None, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Any number of queries, by the sparse operator over what the lists and the chunk hold."""
+        check_labels("labels_q", labels, self.config)
+        positions = self._positions(q, positions)
+        self._check_query_positions(positions)
+        chunk, groups = self._chunk, self.groups
+        shape, num_queries = q.shape, q.shape[2]
+        keys: tuple[Any, ...]
+        if chunk is not None and not self.lists.counts.any():
+            keys = (chunk.k, chunk.v, chunk.labels, chunk.all_positions, chunk.valid)
+        else:
+            # Groups keep different keys: each becomes a row of its own.
+            keys = self._gather(chunk)
+            q, labels = _fold(q, groups), labels.reshape(-1, 1, num_queries)
+            positions = positions.repeat_interleave(groups, dim=0)
+        out, lse = self._operate(q, labels, positions, *keys, **options)
+        if chunk is not None and num_queries >= chunk.count:
+            self.settle()
+        return out.reshape(shape), lse.reshape(shape[:-1])
+
+    def _gather(self, chunk: Tokens | None) -> tuple[Tensor, ...]:
+        """k, v [B * Gr, heads, S, D], labels [B * Gr, 1, S], positions, valid [B * Gr, S]."""
+        got, groups = self.lists.gather(), self.groups
+        device = got.k.device
+        # Sinks come first, and any regime will do for them.
+        labels = got.classes.clamp_max(self.config.global_index)
+        keys = [got.k, got.v, *(x.to(device) for x in (labels, got.positions, got.valid))]
+        if chunk is not None:
+            by_row = (
+                tensor.repeat_interleave(groups, dim=0)
+                for tensor in (chunk.all_positions, chunk.all_valid)
+            )
+            new = (
+                _fold(chunk.k, groups),
+                _fold(chunk.v, groups),
+                chunk.labels.flatten(0, 1),
+                *by_row,
+            )
+            keys = [
+                torch.cat(pair, dim=axis)
+                for *pair, axis in zip(keys, new, (2, 2, 1, 1, 1), strict=True)
+            ]
+        keys[2] = keys[2][:, None]
+        return tuple(keys)
+
+    def _operate(
+        self,
+        q: Tensor,
+        labels_q: Tensor,
+        query_positions: Tensor,
+        k: Tensor,
+        v: Tensor,
+        labels_k: Tensor,
+        key_positions: Tensor,
+        key_valid: Tensor | None,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor]:
+        wide = torch.promote_types(q.dtype, torch.float32)
+        if not k.shape[2]:
+            return torch.zeros_like(q), q.new_full(q.shape[:-1], -torch.inf, dtype=wide)
+        impl = self.impl
+        if impl == "torch":
+            impl = "reference" if q.shape[2] * k.shape[2] <= _FEW_PAIRS else "tiled"
+        regimes = self.config.num_regimes
+        result: Any = mosar_attention(
+            q,
+            k.to(q.dtype),
+            v.to(q.dtype),
+            F.one_hot(labels_q, regimes).to(wide),
+            F.one_hot(labels_k, regimes).to(wide),
+            self.config,
+            routing="sparse",
+            window=self.window,
+            query_positions=query_positions,
+            key_positions=key_positions,
+            key_valid=key_valid,
+            return_lse=True,
+            impl=impl,
+            **options,
+        )
+        return result
+
+    def _positions(self, q: Tensor, positions: Tensor | None) -> Tensor:
+        """Of the queries, [B, T]; by default they are the last tokens."""
+        if positions is not None:
+            return positions
+        rows, _, count, _ = q.shape
+        if self._chunk is not None and count <= self._chunk.count:
+            return self._chunk.all_positions[:, self._chunk.count - count :]
+        if count == 1 and self._placed:
+            return self.lists.progress[:, LAST, None].clamp_min(0).to(q.device)
+        if self._placed or count > self._slots:
+            raise ValueError(
+                f"the queries are the last tokens, but {count} are not known to the cache; give "
+                "query_positions"
+            )
+        slots = torch.arange(self._slots - count, self._slots, device=q.device)
+        return slots.expand(rows, -1)
+
+    def _check_query_positions(self, positions: Tensor) -> None:
+        """Queries before the horizon would miss keys that have been evicted."""
+        if not can_check_values(positions):
+            return
+        lowest, highest = positions.amin(dim=1), int(positions.max())
+        if int(lowest.min()) < 0 or highest >= FAR:
+            raise ValueError(
+                f"query_positions must lie in 0..2^31 - 2, got {int(lowest.min())}..{highest}"
+            )
+        horizon = self.lists.progress[:, HORIZON]
+        if (lowest < horizon).any():
+            row = int((lowest < horizon).nonzero()[0])
+            raise ValueError(
+                f"query_positions must be at least {int(horizon[row])} in row {row}, got "
+                f"{int(lowest[row])}: keys that such a query reads have been evicted; use a larger "
+                "crop_margin or evict=False"
+            )
+
+    def ordered(self) -> tuple[Tensor, Tensor, Tensor, None, Tensor, Tensor]:
+        """k, v, labels, no probabilities, positions, valid of all tokens by slot."""
+        if self.has_evicted:
+            raise ValueError(
+                "keys have been evicted, so the cache cannot give all of them back (evict=False "
+                "keeps them)"
+            )
+        got, groups = self.lists.gather(self._slots), self.groups
+        k, v = (x.unflatten(0, (-1, groups)).flatten(1, 2) for x in (got.k, got.v))
+        labels = got.classes.clamp_max(self.config.global_index).unflatten(0, (-1, groups))
+        # Each group has every token.
+        positions, valid = got.positions[::groups], got.valid[::groups]
+        return k, v, labels.to(k.device), None, positions.to(k.device), valid.to(k.device)
+
+    def check_crop(self, length: int) -> None:
+        """Refuses to go back where the next query would miss keys that have been evicted."""
+        self.settle()
+        lists = self.lists
+        evicted = lists.progress[:, EVICTED]
+        last = torch.full_like(evicted, length - 1)
+        if self._placed:
+            last = lists.last_positions(length)
+        missing = (evicted >= 0) & ((last + 1 < lists.progress[:, HORIZON]) | (evicted >= length))
+        if missing.any():
+            raise ValueError(
+                f"cannot crop {self._slots} tokens to {length}: keys that the next query reads "
+                f"have been evicted; crop at most {self.margin} tokens, or use a larger "
+                "crop_margin or evict=False"
+            )
+
+    def crop(self, length: int) -> None:
+        """Forgets the tokens from slot `length` on."""
+        self.check_crop(length)
+        self.lists.crop(length)
+        self._slots, self._room = length, 0
+
+    def select_rows(self, rows: Tensor) -> None:
+        self.settle()
+        self.lists.select_rows(rows)
+        self._room = 0
+
+
+def _reach(config: MoSARConfig, window: int | None) -> tuple[Tensor, Tensor]:
+    """Largest whole distance per (regime, class), [R, C], and per class, [C], int32."""
+    limit = FAR if window is None else min(window, FAR)
+    with torch.inference_mode(False):
+        reach_RC = class_reach(config).floor().clamp_max(limit).to(torch.int32)
+        reach_C = reach_RC.amax(dim=0)
+        if config.num_sinks:
+            # A window hides sinks too, but which keys are sinks must not change.
+            reach_C[-1] = FAR
+    return reach_RC, reach_C
+
+
+def _fold(x: Tensor, groups: int) -> Tensor:
+    """[B, heads, ...] to [B * Gr, heads / Gr, ...]."""
+    return x.unflatten(1, (groups, -1)).flatten(0, 1)

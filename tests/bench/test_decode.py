@@ -1,0 +1,217 @@
+"""`mosar bench decode` at tiny sizes: its table, its records, no speed-up for a wrong result.
+
+Nothing here looks at how long something takes.
+"""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from mosar.bench import decode
+from mosar.bench.cases import Shape
+from mosar.bench.decode import (
+    DecodeBenchmarkSettings,
+    DecodeCase,
+    DenseSteps,
+    OurSteps,
+    build_problem,
+    check_steps,
+    run_decode_benchmark,
+)
+from mosar.bench.decode_table import verdicts
+from mosar.cli import app
+from mosar.core.hard_domain import build_hard_domain
+from mosar.model.regime_cache import RegimeLayerCache
+from mosar.records import DecodeBenchmark, ErrorCheck, Measurement, read_records
+
+TINY = ("--shapes", "4x2x8", "--lengths", "40,300", "--seconds", "0.001")
+SETTINGS = DecodeBenchmarkSettings(shapes=(Shape(4, 2, 8),), lengths=(40, 300), seconds=0.001)
+
+
+def bench(*arguments):
+    return CliRunner().invoke(app, ["bench", "decode", *map(str, arguments)])
+
+
+def make_record(**changes):
+    fields = {
+        "heads": 9,
+        "kv_heads": 3,
+        "head_dim": 64,
+        "length": 16384,
+        "steps": 128,
+        "labels": "independent",
+        "seed": 0,
+        "keys_read": 800.0,
+        "allocated_bytes": 300,
+        "used_bytes": 250,
+        "dense_bytes": 1000,
+        "dense_form": "grouped",
+        "checks": {"out": ErrorCheck(error=1e-7, budget=1e-6)},
+        "measurements": {
+            "sdpa": Measurement(samples_ms=(1.0, 1.1, 1.2)),
+            "ours": Measurement(samples_ms=(0.1, 0.2, 0.3)),
+        },
+    }
+    return DecodeBenchmark(**fields | changes)
+
+
+def test_table_and_records(tmp_path):
+    path = tmp_path / "a.jsonl"
+    result = bench(*TINY, "--json", path)
+    assert result.exit_code == 0, result.output
+    for name in ("shape", "keys", "SDPA", "ours", "speed-up", "GB/s", "cache", "target"):
+        assert name in result.stdout
+    assert "Labels: independent, seed 0" in result.stdout
+    assert "4x2x8, n = 300" in result.stderr
+    first, second = read_records(path)
+    assert (first.length, second.length) == (40, 300)
+    assert (first.steps, second.steps) == (20, 128)
+    assert list(second.measurements) == ["sdpa", "ours"]
+    assert all(len(m.samples_ms) >= 5 for m in second.measurements.values())
+    assert second.correct and second.speedup > 0
+    assert second.dense_form in DenseSteps.FORMS
+    assert second.dense_bytes == 2 * 2 * 8 * 4 * 300
+    assert 0 < second.used_bytes <= second.allocated_bytes
+    line = json.loads(path.read_text().splitlines()[1])
+    assert line["kind"] == "bench.decode"
+    assert line["derived"]["speedup"] == pytest.approx(second.speedup)
+    assert line["derived"]["memory_ratio"] == second.allocated_bytes / second.dense_bytes
+
+
+def test_keys_read_are_those_of_the_support():
+    case = DecodeCase(shape=Shape(4, 2, 8), length=300)
+    problem = build_problem(case)
+    (record,) = run_decode_benchmark(replace(SETTINGS, lengths=(300,)))
+    padded = torch.zeros(1, 300, dtype=torch.int64)
+    padded[:, case.start :] = problem.labels_q
+    mask = build_hard_domain(padded, problem.labels_k, case.config).mask[:, case.start :]
+    assert record.keys_read == mask.sum().item() / case.steps
+    assert record.gigabytes_per_second("ours") == pytest.approx(
+        record.keys_read * 2 * 2 * 8 * 4 / (record.median_ms("ours") * 1e6)
+    )
+
+
+@pytest.mark.parametrize("shape", [Shape(4, 2, 8), Shape(3, 3, 8), Shape(6, 1, 4)])
+def test_every_form_of_the_dense_step_is_causal_attention(shape):
+    problem = build_problem(DecodeCase(shape=shape, length=40))
+    case, share = problem.case, shape.heads // shape.kv_heads
+    k, v = (x.repeat_interleave(share, dim=1) for x in (problem.k, problem.v))
+    mask = torch.ones(case.length, case.length, dtype=torch.bool).tril()[case.start :]
+    expected = torch.nn.functional.scaled_dot_product_attention(problem.q, k, v, attn_mask=mask)
+    for form in DenseSteps.FORMS:
+        found = DenseSteps(problem, form).outputs()
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_pass_ends_at_the_length_and_can_be_repeated():
+    problem = build_problem(DecodeCase(shape=Shape(4, 2, 8), length=300))
+    ours = OurSteps(problem)
+    for _ in range(2):
+        assert ours() > 0
+        assert ours.cache.slots == 300
+
+
+@pytest.fixture
+def broken(monkeypatch):
+    """A cache whose last step is a little off."""
+
+    class Broken(RegimeLayerCache):
+        def attend(self, q, *arguments, **options):
+            out = super().attend(q, *arguments, **options)
+            return out + 1e-3 * (self.slots in (40, 300))
+
+    monkeypatch.setattr(decode, "RegimeLayerCache", Broken)
+
+
+def test_wrong_result_gets_no_speedup(tmp_path, broken):
+    path = tmp_path / "a.jsonl"
+    result = bench(*TINY, "--json", path)
+    assert result.exit_code == 1
+    assert "WRONG: out" in result.stdout
+    assert result.stderr.splitlines()[-1] == "mosar: error: 2 of 2 rows gave a wrong result"
+    for line in path.read_text().splitlines():
+        derived = json.loads(line)["derived"]
+        assert derived["correct"] is False and derived["speedup"] is None
+
+
+def test_not_a_number_is_wrong(monkeypatch):
+    class Broken(RegimeLayerCache):
+        def attend(self, *arguments, **options):
+            return super().attend(*arguments, **options) * torch.nan
+
+    monkeypatch.setattr(decode, "RegimeLayerCache", Broken)
+    problem = build_problem(DecodeCase(shape=Shape(4, 2, 8), length=40))
+    assert check_steps(problem).error is None
+
+
+def test_labels_of_a_file_by_its_name(tmp_path):
+    path = tmp_path / "mine.npz"
+    np.savez(path, labels_q=np.zeros(40, dtype=int), labels_k=np.full(40, 2))
+    result = bench(*TINY, "--lengths", 40, "--labels", path)
+    assert result.exit_code == 0, result.output
+    assert "Labels: mine.npz" in result.stdout
+    assert str(tmp_path) not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (("--shapes", "8x1"), "a shape is HEADSxKV_HEADSxHEAD_DIM like 8x1x256, got '8x1'"),
+        (("--shapes", ""), "at least one shape"),
+        (("--lengths", "2k"), "--lengths takes numbers like 2048,8192, got '2k'"),
+        (("--lengths", "1"), "lengths must be at least 2, got 1"),
+        (("--labels", "random"), "labels must be one of"),
+        (("--seconds", "0"), "seconds must be more than 0"),
+        (("--threads", "0"), "--threads"),
+    ],
+)
+def test_wrong_usage_exits_2(arguments, part):
+    result = bench(*TINY, *arguments)
+    assert result.exit_code == 2
+    assert part in result.stderr.splitlines()[-1]
+    assert not result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (("--labels", "no.npz"), "no.npz: No such file"),
+        (("--json", "no/a.jsonl"), "cannot write no/a.jsonl: its folder does not exist"),
+        (("--config", "no.json"), "cannot read no.json"),
+    ],
+)
+def test_failures_are_one_line(tmp_path, monkeypatch, arguments, part):
+    monkeypatch.chdir(tmp_path)
+    result = bench(*TINY, *arguments)
+    assert result.exit_code == 1
+    line = result.stderr.splitlines()[-1]
+    assert line.startswith("mosar: error: ") and part in line
+    assert not result.stdout
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, [("≥ 5×", True), ("cache ≤ 0.35", True)]),
+        ({"allocated_bytes": 351}, [("≥ 5×", True), ("cache ≤ 0.35", False)]),
+        ({"length": 2048, "allocated_bytes": 900}, [("≥ 1×", True)]),
+        ({"length": 4096}, []),
+        ({"heads": 6}, []),
+        ({"checks": {"out": ErrorCheck(error=None, budget=1.0)}}, []),
+    ],
+)
+def test_targets(changes, expected):
+    assert [tuple(verdict) for verdict in verdicts(make_record(**changes))] == expected
+
+
+def test_record_ratios():
+    record = make_record()
+    assert record.speedup == pytest.approx(5.5)
+    assert record.memory_ratio == 0.3
+    slow = make_record(measurements={"sdpa": Measurement(samples_ms=(1.0,))})
+    assert slow.speedup is None
+    assert verdicts(slow) == [("cache ≤ 0.35", True)]

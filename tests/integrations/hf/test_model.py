@@ -1,0 +1,262 @@
+"""The model of transformers is the decoder: the same numbers, saved and loaded to the bit."""
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM
+
+from model.test_decoder import some_tokens
+from mosar.geometries import VARIANTS, AttentionConfig
+from mosar.integrations.hf import MosarDecoderConfig, MosarForCausalLM
+from mosar.integrations.hf.errors import ModelFolderError
+from mosar.integrations.hf.folders import load_model
+
+from .runs import assert_same_tensors, small_model
+
+PADDING = torch.arange(45) >= torch.tensor([0, 11])[:, None]
+
+
+@torch.no_grad()
+def logits(model, *args, **options):
+    return model(*args, use_cache=False, **options).logits
+
+
+@pytest.mark.parametrize("routing", ["soft", "top1", "sparse"])
+@pytest.mark.parametrize("variant", VARIANTS)
+@torch.no_grad()
+def test_equals_the_decoder(variant, routing):
+    model, tokens = small_model(variant, routing=routing), some_tokens()
+    decoder = model.decoder
+    for valid in (None, PADDING):
+        whole = decoder.logits(decoder(tokens, valid=valid, routing=routing).hidden)
+        assert torch.equal(logits(model, tokens, attention_mask=valid), whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_save_and_load_keep_every_bit(variant, dtype, tmp_path):
+    whole = small_model(variant)
+    whole.save_pretrained(tmp_path / "float32")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "float32", dtype=dtype)
+    assert isinstance(model, MosarForCausalLM) and not model.training
+    for name, parameter in model.named_parameters():
+        router = "_router." in name
+        assert parameter.dtype == (torch.float32 if router else dtype), name
+        if router or dtype == torch.float32:
+            assert torch.equal(parameter, whole.get_parameter(name))
+    model.save_pretrained(tmp_path / "again")
+    assert_same_tensors(AutoModelForCausalLM.from_pretrained(tmp_path / "again"), model)
+    out = logits(model, some_tokens())
+    assert out.dtype == dtype and out.isfinite().all()
+
+
+def test_the_embedding_is_saved_once(tmp_path):
+    small_model().save_pretrained(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        shapes = [tuple(file.get_slice(name).get_shape()) for name in file.keys()]  # noqa: SIM118
+    assert shapes.count((61, 32)) == 1
+
+
+def test_new_weights_are_as_the_decoder_makes_them():
+    config = MosarDecoderConfig(vocab_size=300, attention={"geometry": "mosar"})
+    torch.manual_seed(0)
+    model, other = (AutoModelForCausalLM.from_config(config) for _ in range(2))
+    for name, parameter in model.named_parameters():
+        if "norm" in name or "bias" in name:
+            assert parameter.eq(0).all(), name
+            continue
+        std = {"weight1": 0.02, "weight2": 1e-3}.get(name.rsplit(".", 1)[1], 0.02)
+        assert parameter.std().item() == pytest.approx(std, rel=0.2), name
+        assert not torch.equal(parameter, other.get_parameter(name)), name
+
+
+def test_routing_belongs_to_a_model_not_to_its_configuration(tmp_path):
+    config = small_model().config
+    one, two = MosarForCausalLM(config), MosarForCausalLM(config)
+    one.set_routing("sparse")
+    assert (one.routing, two.routing, config.routing) == ("sparse", "soft", "soft")
+    one.save_pretrained(tmp_path)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).routing == "sparse"
+    with pytest.raises(ValueError, match="routing must be one of"):
+        one.set_routing("hard")
+
+
+def test_routings_differ():
+    model, tokens = small_model(), some_tokens()
+    found = []
+    for routing in ("soft", "top1", "sparse"):
+        model.set_routing(routing)
+        found.append(logits(model, tokens))
+    assert not torch.allclose(found[0], found[1]) and not torch.allclose(found[1], found[2])
+
+
+@pytest.mark.parametrize("routing", ["soft", "sparse"])
+def test_padding_on_either_side_changes_nothing(routing):
+    model, tokens = small_model(routing=routing).double(), some_tokens()
+    alone = logits(model, tokens[1:, 11:])
+    left = logits(model, tokens, attention_mask=PADDING.long())
+    assert (left[1:, 11:] - alone).abs().max() < 1e-12
+    right = logits(model, tokens.roll(-11, 1), attention_mask=PADDING.roll(-11, 1).long())
+    assert (right[1:, :34] - alone).abs().max() < 1e-12
+
+
+def test_positions():
+    model, tokens = small_model().double(), some_tokens()
+    plain = logits(model, tokens)
+    count = torch.arange(45)[None]
+    assert torch.equal(logits(model, tokens, position_ids=count), plain)
+    stretched = logits(model, tokens, position_ids=2 * count)
+    assert (stretched - plain).abs().max() > 1e-3
+    # As generate counts a padded row.
+    padded = (PADDING.cumsum(1) - 1).masked_fill(~PADDING, 0)
+    told = logits(model, tokens, attention_mask=PADDING, position_ids=padded)
+    counted = logits(model, tokens, attention_mask=PADDING)
+    assert torch.equal(told[PADDING], counted[PADDING])
+
+
+@pytest.mark.parametrize("routing", ["soft", "sparse"])
+def test_packed_texts_do_not_see_each_other(routing):
+    model, tokens = small_model(routing=routing).double(), some_tokens(batch=1)
+    positions = torch.cat([torch.arange(20), torch.arange(10), torch.arange(15)])[None]
+    packed = logits(model, tokens, position_ids=positions)
+    apart = [logits(model, part) for part in tokens.split([20, 10, 15], dim=1)]
+    assert (packed - torch.cat(apart, dim=1)).abs().max() < 1e-12
+
+
+def test_embeddings_instead_of_tokens():
+    model, tokens = small_model(), some_tokens()
+    embeds = model.get_input_embeddings()(tokens)
+    assert torch.equal(logits(model, inputs_embeds=embeds), logits(model, tokens))
+
+
+@torch.no_grad()
+def test_hidden_states_tuples_and_chosen_logits():
+    model, tokens = small_model(), some_tokens()
+    out = model(tokens, output_hidden_states=True, use_cache=False)
+    assert len(out.hidden_states) == 3
+    assert torch.equal(model.decoder.logits(out.hidden_states[-1]), out.logits)
+    assert torch.equal(model(tokens, use_cache=False, return_dict=False)[0], out.logits)
+    last = model(tokens, logits_to_keep=3, use_cache=False).logits
+    assert torch.equal(last, out.logits[:, -3:])
+
+
+def test_loss_shifts_labels_and_skips_some():
+    model, tokens = small_model().train(), some_tokens()
+    labels = tokens.clone()
+    labels[0, :20] = -100
+    out = model(tokens, labels=labels)
+    expected = F.cross_entropy(out.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    assert out.loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert out.past_key_values is None
+    parts = model(tokens, labels=labels, num_items_in_batch=1000).loss
+    assert parts.item() == pytest.approx(expected.item() * 69 / 1000, rel=1e-5)
+
+
+def test_the_routing_cost_enters_the_training_loss():
+    attention = AttentionConfig(geometry="mosar", cost_weight=0.5, cost_warmup=10)
+    model, tokens = small_model(attention), some_tokens()
+    asked = model.eval()(tokens, labels=tokens)
+    learnt = model.train()(tokens, labels=tokens)
+    cost = learnt.routing_cost.item()
+    assert 0.05 < cost < 1 and not learnt.routing_cost.requires_grad
+    # Evaluations are of the language model alone.
+    assert (learnt.loss - asked.loss).item() == pytest.approx(0.5 * cost, rel=1e-5)
+    model.cost_step = 3
+    assert (model(tokens, labels=tokens).loss - asked.loss).item() == pytest.approx(
+        0.15 * cost, rel=1e-4
+    )
+    # Passes that together make an update: their parts of the cost make the whole.
+    model.cost_step = None
+    halves = [model(t, labels=t, num_items_in_batch=88) for t in tokens.split(1)]
+    assert sum(h.loss.item() for h in halves) == pytest.approx(learnt.loss.item(), rel=1e-5)
+    # It reaches the routers, and padding does not count.
+    padded = model(
+        F.pad(tokens, (7, 0)),
+        attention_mask=F.pad(torch.ones_like(tokens), (7, 0)),
+        labels=F.pad(tokens, (7, 0), value=-100),
+    )
+    assert padded.routing_cost.item() == pytest.approx(cost, rel=1e-5)
+
+
+def test_the_cost_reaches_routers_under_sparse_routing():
+    attention = AttentionConfig(geometry="mosar", cost_weight=0.5)
+    model, tokens = small_model(attention, routing="sparse").train(), some_tokens()
+    model(tokens, labels=tokens).loss.backward()
+    routers = {n: p for n, p in model.named_parameters() if "_router.bias2" in n}
+    assert len(routers) == 4
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in routers.values())
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_gradient_checkpointing_changes_no_gradient(every):
+    attention = AttentionConfig(geometry="mosar", cost_weight=0.5)
+    tokens = some_tokens()
+    gradients = []
+    for checkpoint in (False, True):
+        model = small_model(attention).train()
+        if checkpoint:
+            model.gradient_checkpointing_enable(every_n_layers=every)
+            assert model.is_gradient_checkpointing
+        model(tokens, labels=tokens).loss.backward()
+        gradients.append({n: p.grad for n, p in model.named_parameters()})
+    assert all(torch.equal(gradients[0][n], gradients[1][n]) for n in gradients[0])
+
+
+def test_resized_vocabulary(tmp_path):
+    model, tokens = small_model(), some_tokens()
+    before = logits(model, tokens)
+    model.resize_token_embeddings(70, mean_resizing=False)
+    after = logits(model, tokens)
+    assert after.shape[-1] == 70 and torch.equal(after[..., :61], before)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits(load_model(tmp_path), tokens), after)
+
+
+def test_wrong_calls_are_named():
+    model, tokens = small_model(), some_tokens()
+    for options, rule in (
+        ({}, "either input_ids or inputs_embeds"),
+        ({"input_ids": tokens, "inputs_embeds": torch.zeros(2, 45, 32)}, "either input_ids or"),
+        ({"input_ids": tokens[0]}, r"input_ids must be \[B, T\], got \[45\]"),
+        ({"inputs_embeds": torch.zeros(2, 45, 31)}, r"must be \[B, T, 32\], got \[2, 45, 31\]"),
+        ({"input_ids": tokens, "output_attentions": True}, "output_attentions must be False"),
+        (
+            {"input_ids": tokens, "attention_mask": torch.ones(2, 1, 45, 45)},
+            r"attention_mask must be \[2, 45\]",
+        ),
+        ({"input_ids": tokens, "position_ids": tokens[:, 1:]}, "position_ids must be"),
+        (
+            {"input_ids": tokens, "position_ids": torch.arange(45).flip(0)[None]},
+            "position_ids must not decrease",
+        ),
+        ({"input_ids": tokens, "past_key_values": []}, "must be a MosarCache"),
+    ):
+        with pytest.raises(ValueError, match=rule):
+            model(**options)
+    with pytest.raises(ValueError, match="use_reentrant must be False"):
+        model.gradient_checkpointing_enable({"use_reentrant": True})
+
+
+def test_folders_that_hold_no_model(tmp_path):
+    with pytest.raises(ModelFolderError, match="there is no folder"):
+        load_model(tmp_path / "none")
+    with pytest.raises(ModelFolderError, match="is no exported model"):
+        load_model(tmp_path)
+    small_model().save_pretrained(tmp_path)
+    weights, config = tmp_path / "model.safetensors", tmp_path / "config.json"
+    whole, values = weights.read_bytes(), json.loads(config.read_text())
+    weights.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ModelFolderError, match="cannot load"):
+        load_model(tmp_path)
+    weights.write_bytes(whole)
+    for change, rule in (
+        ({"num_hidden_layers": 3}, "not those of its config.json"),
+        ({"attention": {"geometry": "rope"}}, "not those of its config.json"),
+        ({"routing": "hard"}, "routing must be one of"),
+    ):
+        config.write_text(json.dumps(values | change))
+        with pytest.raises(ModelFolderError, match=rule):
+            load_model(tmp_path)

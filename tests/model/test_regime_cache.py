@@ -1,0 +1,682 @@
+"""The regime cache: it gives what attention over all tokens gives, and it forgets exactly."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cases import Case
+from mosar import MoSARConfig, Regime, mosar_attention
+from mosar.bench.labels import make_labels
+from mosar.model.regime_cache import RegimeCache, RegimeLayerCache
+from mosar.model.regime_lists import PAGE
+
+from .streams import assert_right, feed, feed_all, new_cache, portions, stream, streams
+
+IMPLEMENTATIONS = ("native", "torch")
+implementations = pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+# Short reaches: keys are evicted within a page, and within several.
+SHORT = MoSARConfig(
+    max_length=40, regimes=(Regime("S", 3, 0.5), Regime("M", 9.5, 0.5), Regime("G", 40, 1.0))
+)
+SINKS_AND_GROUPS = MoSARConfig(max_length=40, regimes=SHORT.regimes, num_sinks=2, routing_groups=2)
+RICH = stream(
+    config=SINKS_AND_GROUPS,
+    batch=3,
+    kv_heads=2,
+    heads_per_kv=2,
+    num_keys=150,
+    head_dim=8,
+    padding="left",
+    positions="counted",
+    softcap=20.0,
+)
+PLAIN = stream(config=SHORT, num_keys=150)
+
+
+def stored_slots(cache: RegimeLayerCache) -> dict[tuple[int, int], set[int]]:
+    """(row, group) -> the slots whose keys the lists hold."""
+    cache.settle()
+    lists = cache._store.lists
+    places = lists.places()
+    slots = lists.marks[places.page, 1, places.at].tolist()
+    held = {(b, g): set() for b in range(lists.rows) for g in range(lists.groups)}
+    for index, slot in zip(places.lists.tolist(), slots, strict=True):
+        held[divmod(index // lists.classes, lists.groups)].add(slot)
+    assert sum(map(len, held.values())) == len(slots)
+    return held
+
+
+def needed_slots(case: Case, length: int, margin: int) -> dict[tuple[int, int], set[int]]:
+    """The same by trying every query that may still come: `margin` before the last, or later."""
+    config = case.config
+    labels = case.labels[1] if case.labels[1].dim() == 3 else case.labels[1][:, None]
+    window = math.inf if case.window is None else case.window
+    held = {}
+    for b in range(case.batch):
+        valid = [s for s in range(length) if case.key_valid is None or bool(case.key_valid[b, s])]
+        position = {
+            s: s if case.key_positions is None else int(case.key_positions[b, s]) for s in valid
+        }
+        for g in range(labels.shape[1]):
+            held[b, g] = set()
+            for rank, s in enumerate(valid):
+                farthest = max(
+                    reach_of(config, m, int(labels[b, g, s])) for m in range(config.num_regimes)
+                )
+                first_query = position[valid[-1]] - margin
+                reachable = first_query - position[s] <= min(farthest, window)
+                if reachable or rank < config.num_sinks:
+                    held[b, g].add(s)
+    return held
+
+
+def reach_of(config: MoSARConfig, m: int, n: int) -> float:
+    if m == n == config.num_regimes - 1:
+        return math.inf
+    pair = [config.regimes[i].reach for i in (m, n)]
+    return {"mean": sum(pair) / 2, "min": min(pair), "max": max(pair)}[config.composition]
+
+
+@given(st.data())
+def test_any_portions(data):
+    case = data.draw(streams(routings=("sparse", "sparse", "top1", "soft")))
+    cache = new_cache(
+        case,
+        evict=data.draw(st.booleans()),
+        crop_margin=data.draw(st.sampled_from((0, 1, 5))),
+        impl=data.draw(st.sampled_from(IMPLEMENTATIONS)),
+    )
+    sizes = data.draw(portions(case.num_keys))
+    assert_right(case, *feed_all(cache, case, sizes))
+    seen = case.key_valid
+    expected = [case.num_keys] * case.batch if seen is None else seen.sum(dim=1).tolist()
+    assert cache.lengths.tolist() == expected and cache.slots == case.num_keys
+
+
+@given(st.data())
+def test_any_portions_in_float64(data):
+    case = data.draw(streams(routings=("sparse", "top1", "soft"), dtype=torch.float64))
+    cache = new_cache(case, crop_margin=data.draw(st.sampled_from((0, 3))))
+    output, lse = feed_all(cache, case, data.draw(portions(case.num_keys)))
+    assert_right(case, output, lse)
+
+
+@pytest.mark.parametrize("case", [PLAIN, RICH], ids=["plain", "rich"])
+@pytest.mark.parametrize("sizes", [(150,), (1,) * 150, (130, *(1,) * 20), (23,) * 6 + (12,)])
+@pytest.mark.parametrize("evict", [True, False])
+@implementations
+def test_full_is_prefill_and_decode_is_chunks(case, sizes, evict, impl):
+    cache = new_cache(case, evict=evict, impl=impl)
+    assert_right(case, *feed_all(cache, case, sizes))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@implementations
+def test_low_precision(dtype, impl):
+    case = RICH.with_(dtype=dtype)
+    cache = new_cache(case, impl=impl)
+    assert_right(case, *feed_all(cache, case, (90, 20, *(1,) * 40)))
+    assert cache.used_bytes < new_cache_bytes(RICH)
+
+
+def new_cache_bytes(case):
+    cache = new_cache(case)
+    feed_all(cache, case, (case.num_keys,))
+    return cache.used_bytes
+
+
+@implementations
+def test_storage_may_be_narrower_than_the_model(impl):
+    """Whatever the portions, keys are rounded once, when they are stored."""
+    cache = new_cache(RICH, dtype=torch.bfloat16, impl=impl)
+    output, lse = feed_all(cache, RICH, (70, 30, *(1,) * 50))
+    assert output.dtype == torch.float32
+    # Another case to the store of expected results.
+    rounded = RICH.with_(group_axis=True)
+    for name in ("k", "v"):
+        rounded.__dict__[name] = getattr(RICH, name).bfloat16().float()
+    assert_right(rounded, output, lse)
+    assert (output - feed_all(new_cache(RICH), RICH, (150,))[0]).abs().max() > 1e-4
+
+
+@given(st.data())
+def test_eviction_is_exact(data):
+    case = data.draw(streams(max_length=70))
+    margin = data.draw(st.sampled_from((0, 1, 4)))
+    cache = new_cache(case, crop_margin=margin, impl=data.draw(st.sampled_from(IMPLEMENTATIONS)))
+    length = 0
+    for size in data.draw(portions(case.num_keys)):
+        feed(cache, case, length, length + size)
+        length += size
+    assert stored_slots(cache) == needed_slots(case, length, margin)
+
+
+@implementations
+def test_without_eviction_everything_stays(impl):
+    cache = new_cache(RICH, evict=False, impl=impl)
+    feed_all(cache, RICH, (100, *(1,) * 50))
+    valid = {b: set(RICH.key_valid[b].nonzero()[:, 0].tolist()) for b in range(3)}
+    assert all(held == valid[b] for (b, _), held in stored_slots(cache).items())
+    keys = cache.ordered()
+    assert torch.equal(keys.valid, RICH.key_valid)
+    chosen = RICH.key_valid[:, None, :, None].expand_as(keys.k)
+    assert torch.equal(keys.k[chosen], RICH.k[chosen])
+    assert torch.equal(keys.v[chosen], RICH.v[chosen])
+    assert torch.equal(keys.positions[keys.valid], RICH.key_positions[keys.valid])
+    beyond_sinks = keys.valid & (keys.valid.cumsum(dim=1) > 2)
+    chosen = beyond_sinks[:, None].expand_as(keys.labels)
+    assert torch.equal(keys.labels[chosen], RICH.labels[1][chosen])
+
+
+@implementations
+def test_pages_are_used_again(impl):
+    """A text of short-sighted tokens needs a few pages however long it gets."""
+    case = stream(config=SHORT, probabilities="first", num_keys=400, head_dim=2)
+    cache = new_cache(case, impl=impl)
+    feed_all(cache, case, (1,) * 100)
+    before = cache.allocated_bytes
+    for begin in range(100, 400):
+        feed(cache, case, begin, begin + 1)
+    assert cache.allocated_bytes == before
+    assert cache.regime_counts["S"].tolist() == [[22]]
+
+
+def test_growing_seldom_copies():
+    case = stream(config=SHORT, probabilities="last", num_keys=4000, head_dim=2)
+    cache = new_cache(case)
+    pools = set()
+    for begin in range(4000):
+        labels = case.labels[1][:, begin : begin + 1]
+        k = case.k[:, :, begin : begin + 1]
+        cache.update(k, k, labels)
+        pools.add(cache._store.lists.k_pool.shape[0])
+    assert len(pools) < 30 and max(pools) <= 1.2 * 4000 / PAGE
+
+
+@pytest.mark.parametrize("shape", [(3, 64), (1, 256)])
+def test_memory_at_32k_tokens(shape):
+    """Counted in bytes: what is allocated is bounded by the G keys, 1280 tokens, and an eighth."""
+    heads, dim = shape
+    length, config = 32768, MoSARConfig(num_sinks=4)
+    _, labels = make_labels("independent", length + 64, 0, config)
+    cache = RegimeLayerCache(config)
+    k = torch.zeros(1, heads, length, dim)
+    for begin in range(0, length, 8192):
+        part = k[:, :, begin : begin + 8192]
+        cache.update(part, part, labels[None, begin : begin + 8192])
+        cache.settle()
+    for step in range(64):
+        cache.update(k[:, :, :1], k[:, :, :1], labels[None, length + step : length + step + 1])
+    token = 2 * heads * dim * 4
+    global_keys = int((labels == config.global_index).sum())
+    counts = cache.regime_counts
+    assert counts["G"].item() in range(global_keys - 4, global_keys + 1)
+    assert counts["sinks"].item() == 4
+    assert counts["S"].item() + counts["M"].item() <= 1280
+    kept = global_keys + 1280 + 4
+    assert cache.used_bytes <= kept * (token + 8)
+    pages = kept / PAGE + 2 * 4
+    assert cache.allocated_bytes <= 9 / 8 * (pages + 4) * PAGE * (token + 8) + 32 * 1024
+    assert cache.allocated_bytes <= 0.35 * length * token
+
+
+@implementations
+def test_a_long_chunk_never_enters_whole(impl):
+    """Keys that the chunk's last query cannot read are never stored."""
+    config = MoSARConfig(regimes=SHORT.regimes)
+    case = stream(config=config, probabilities="first", num_keys=3000, head_dim=2)
+    cache = new_cache(case, impl=impl)
+    feed(cache, case, 0, 3000)
+    dense = 2 * 3000 * 2 * 4
+    assert cache.allocated_bytes < 0.3 * dense
+
+
+@pytest.mark.parametrize("case", [PLAIN, RICH], ids=["plain", "rich"])
+@pytest.mark.parametrize("back", [1, 5, 8])
+@implementations
+def test_crop_within_the_margin(case, back, impl):
+    cache = new_cache(case, crop_margin=8, impl=impl)
+    feed_all(cache, case, (100, *(1,) * 20))
+    for _ in range(2):
+        cache.crop(120 - back)
+        assert cache.slots == 120 - back
+        after = feed_all(cache, case, (1,) * back, start=120 - back)
+        assert cache.slots == 120
+    results = [
+        torch.cat([x, y], dim=2)
+        for x, y in zip(after, feed_all(cache, case, (30,), start=120), strict=True)
+    ]
+    assert_right(case, *results, start=120 - back)
+
+
+@implementations
+def test_crop_below_zero_drops_as_many(impl):
+    one, other = (new_cache(PLAIN, crop_margin=9, impl=impl) for _ in range(2))
+    for cache in (one, other):
+        feed_all(cache, PLAIN, (60, 1, 1))
+    one.crop(-7)
+    other.crop(55)
+    assert one.slots == other.slots == 55
+    assert stored_slots(one) == stored_slots(other)
+    other.crop(60)
+    assert other.slots == 55
+
+
+@pytest.mark.parametrize("case", [PLAIN, RICH], ids=["plain", "rich"])
+@implementations
+def test_crop_beyond_the_margin_is_refused(case, impl):
+    cache = new_cache(case, crop_margin=3, impl=impl)
+    feed_all(cache, case, (100, *(1,) * 20))
+    before = stored_slots(cache)
+    with pytest.raises(ValueError, match=r"cannot crop 120 tokens to 100.*crop_margin or evict"):
+        cache.crop(100)
+    assert stored_slots(cache) == before and cache.slots == 120
+    assert_right(case, *feed_all(cache, case, (30,), start=120), start=120)
+
+
+@implementations
+def test_crop_anywhere_without_eviction(impl):
+    cache = new_cache(RICH, evict=False, impl=impl)
+    feed_all(cache, RICH, (150,))
+    cache.crop(40)
+    assert torch.equal(cache.lengths, RICH.key_valid[:, :40].sum(dim=1))
+    assert_right(RICH, *feed_all(cache, RICH, (90, *(1,) * 20), start=40), start=40)
+    cache.crop(0)
+    assert cache.used_bytes == 0 and cache.lengths.tolist() == [0, 0, 0]
+    assert_right(RICH, *feed_all(cache, RICH, (150,)))
+
+
+def test_crop_before_anything_was_evicted():
+    cache = new_cache(PLAIN)
+    feed_all(cache, PLAIN, (20,))
+    cache.crop(4)
+    assert_right(PLAIN, *feed_all(cache, PLAIN, (146,), start=4), start=4)
+
+
+@pytest.mark.parametrize("routing", ["sparse", "top1", "soft"])
+@implementations
+def test_rows_move(routing, impl):
+    """After rows have moved, every row goes on as the text whose cache it took over."""
+    case = RICH.with_(routing=routing)
+    cache = new_cache(case, impl=impl)
+    feed_all(cache, case, (80, *(1,) * 10))
+    rows = torch.arange(3)
+    moves = (
+        ("reorder", torch.tensor([2, 0, 0])),
+        ("batch_repeat", 2),
+        ("reorder", torch.tensor([5, 1, 1, 0, 4, 2])),
+        ("batch_select", torch.tensor([3, 0])),
+    )
+    exact = new_cache(case, impl=impl)
+    whole = feed_all(exact, case, (150,))
+    length = 90
+    for name, argument in moves:
+        getattr(cache, name)(argument)
+        repeated = name == "batch_repeat"
+        rows = rows.repeat_interleave(argument) if repeated else rows[argument]
+        for size in (1, 4):
+            output, lse = feed(cache, case, length, length + size, rows=rows)
+            expected = [x[rows][:, :, length : length + size] for x in whole]
+            torch.testing.assert_close(output, expected[0], atol=2e-6, rtol=2e-6)
+            torch.testing.assert_close(lse, expected[1], atol=5e-6, rtol=5e-6)
+            length += size
+    assert cache.batch_size == 2
+
+
+def test_moving_rows_copies_only_what_is_doubled():
+    cache = new_cache(RICH)
+    feed_all(cache, RICH, (150,))
+    pool = cache._store.lists.k_pool
+    before = pool.clone()
+    cache.reorder(torch.tensor([1, 2, 0]))
+    assert cache._store.lists.k_pool is pool and torch.equal(pool, before)
+
+
+@implementations
+def test_dropped_rows_free_memory(impl):
+    case = stream(config=SHORT, batch=8, num_keys=600, head_dim=16, probabilities="last")
+    cache = new_cache(case, impl=impl)
+    feed_all(cache, case, (600,))
+    before = cache.allocated_bytes
+    cache.batch_select(torch.tensor([3]))
+    assert cache.allocated_bytes < 0.25 * before
+    output, _ = feed(cache, case, 0, 1, rows=torch.tensor([3]))
+    assert output.isfinite().all()
+
+
+def test_reset():
+    cache = new_cache(RICH)
+    feed_all(cache, RICH, (100, 1))
+    cache.reset()
+    assert (cache.slots, cache.batch_size, cache.allocated_bytes, cache.used_bytes) == (0, 0, 0, 0)
+    assert not len(cache.lengths)
+    assert_right(RICH, *feed_all(cache, RICH, (150,)))
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("sparse", "top1"), ("top1", "sparse"), ("soft", "top1"), ("soft", "sparse")],
+)
+@implementations
+def test_routing_changes_on_the_way(before, after, impl):
+    first, then = RICH.with_(routing=before), RICH.with_(routing=after)
+    cache = new_cache(first, evict=False, impl=impl)
+    feed_all(cache, first, (60, 1, 1))
+    cache.set_routing(after)
+    assert_right(then, *feed_all(cache, then, (70, *(1,) * 18), start=62), start=62)
+
+
+def test_routing_that_cannot_change():
+    cache = new_cache(PLAIN)
+    feed_all(cache, PLAIN, (100,))
+    with pytest.raises(ValueError, match="from sparse to top1 routing: keys have been evicted"):
+        cache.set_routing("top1")
+    with pytest.raises(ValueError, match="soft routing needs probabilities"):
+        cache.set_routing("soft")
+    with pytest.raises(ValueError, match="routing must be one of"):
+        cache.set_routing("hard")
+    assert cache.routing == "sparse"
+    assert_right(PLAIN, *feed_all(cache, PLAIN, (50,), start=100), start=100)
+    cache.reset()
+    cache.set_routing("soft")
+    soft = PLAIN.with_(routing="soft")
+    assert_right(soft, *feed_all(cache, soft, (150,)))
+
+
+def test_fewer_queries_than_new_tokens():
+    """A chunk waits for its queries, and some of them may come first."""
+    cache = new_cache(PLAIN)
+    feed(cache, PLAIN, 0, 50)
+    part = slice(50, 90)
+    cache.update(PLAIN.k[:, :, part], PLAIN.v[:, :, part], PLAIN.labels[1][:, part])
+    early = torch.arange(50, 60)[None]
+    exact, _ = feed_all(new_cache(PLAIN), PLAIN, (150,))
+    q, labels = PLAIN.q, PLAIN.labels[0]
+    output = cache.attend(q[:, :, 50:60], labels[:, 50:60], early)
+    torch.testing.assert_close(output, exact[:, :, 50:60], atol=2e-6, rtol=2e-6)
+    output = cache.attend(q[:, :, 88:90], labels[:, 88:90])
+    torch.testing.assert_close(output, exact[:, :, 88:90], atol=2e-6, rtol=2e-6)
+    cache.settle()
+    output = cache.attend(q[:, :, 89:90], labels[:, 89:90])
+    torch.testing.assert_close(output, exact[:, :, 89:90], atol=2e-6, rtol=2e-6)
+    with pytest.raises(ValueError, match=r"query_positions must be at least .* have been evicted"):
+        cache.attend(q[:, :, 50:60], labels[:, 50:60], early)
+    with pytest.raises(ValueError, match=r"query_positions must be at least .* have been evicted"):
+        cache.attend(q[:, :, 50:51], labels[:, 50:51], early[:, :1])
+
+
+@implementations
+def test_modes_of_autograd_may_change(impl):
+    """A cache filled in inference mode goes on outside of it, and the other way round."""
+    cache = new_cache(RICH, impl=impl)
+    parts, begin = [], 0
+    for index, size in enumerate((60, 1, 1, 1, 20, 1, 1, 1)):
+        with torch.inference_mode(index % 2 == 0), torch.no_grad():
+            parts.append(feed(cache, RICH, begin, begin + size))
+        begin += size
+        if index == 4:
+            with torch.inference_mode():
+                cache.reorder(torch.tensor([0, 1, 2]).flip(0))
+                cache.reorder(torch.tensor([0, 1, 2]).flip(0))
+    parts.append(feed_all(cache, RICH, (150 - begin,), start=begin))
+    assert_right(RICH, *(torch.cat(x, dim=2) for x in zip(*parts, strict=True)))
+
+
+def test_a_row_of_padding_alone():
+    """Until its first token comes a row has nothing, and a query that sees nothing gets zeros."""
+    case = PLAIN.with_(batch=2, padding="left")
+    valid = torch.ones(2, 150, dtype=torch.bool)
+    valid[1, :77] = False
+    case.__dict__["key_valid"] = valid
+    cache = new_cache(case)
+    outputs = feed_all(cache, case, (30, 1, 1, 30, *(1,) * 20))
+    assert not outputs[0][1, :, :77].any() and (outputs[1][1, :, :77] == -math.inf).all()
+    rest = feed_all(cache, case, (150 - 82,), start=82)
+    assert_right(case, *(torch.cat(x, dim=2) for x in zip(outputs, rest, strict=True)))
+    assert cache.lengths.tolist() == [150, 73]
+
+
+def test_container():
+    cache = RegimeCache([SHORT, SINKS_AND_GROUPS], windows=(None, 7), crop_margin=4)
+    window = RICH.with_(window=7)
+    plain = RICH.with_(config=SHORT)
+    for begin, end in ((0, 100), (100, 101), (101, 120)):
+        feed(cache[0], plain, begin, end)
+        feed(cache[1], window, begin, end)
+    assert len(cache) == 2 and list(cache) == cache.layers
+    assert cache.slots == 120 and cache.batch_size == 3
+    assert torch.equal(cache.lengths, RICH.key_valid[:, :120].sum(dim=1))
+    assert cache.allocated_bytes == sum(layer.allocated_bytes for layer in cache)
+    assert cache.used_bytes == sum(layer.used_bytes for layer in cache) <= cache.allocated_bytes
+    cache.crop(117)
+    cache.batch_repeat(2)
+    cache.reorder(torch.tensor([4, 0, 0, 1, 2, 3]))
+    cache.batch_select(torch.tensor([1, 3, 0]))
+    for layer, case in zip(cache, (plain, window), strict=True):
+        rows = torch.tensor([0, 0, 2])
+        whole, _ = feed_all(new_cache(case), case, (150,))
+        output, _ = feed(layer, case, 117, 150, rows=rows)
+        torch.testing.assert_close(output, whole[rows][:, :, 117:], atol=2e-6, rtol=2e-6)
+    cache.reset()
+    assert cache.slots == 0
+    cache.set_routing("top1")
+    assert all(layer.routing == "top1" for layer in cache)
+
+
+def test_the_container_changes_all_layers_or_none():
+    """The layer that refuses comes last."""
+    far, near = PLAIN.with_(probabilities="last"), PLAIN.with_(probabilities="first")
+    cache = RegimeCache(SHORT, 2)
+    for layer, case in zip(cache, (far, near), strict=True):
+        feed_all(layer, case, (100,))
+    with pytest.raises(ValueError, match="cannot crop"):
+        cache.crop(50)
+    with pytest.raises(ValueError, match="keys have been evicted"):
+        cache.set_routing("top1")
+    assert [layer.slots for layer in cache] == [100, 100]
+    assert [layer.routing for layer in cache] == ["sparse", "sparse"]
+
+
+def updates(**changes):
+    """Arguments of an update of RICH's first tokens, some of them wrong."""
+    given = {
+        "k": RICH.k[:, :, :5],
+        "v": RICH.v[:, :, :5],
+        "labels_k": RICH.labels[1][..., :5],
+        "key_positions": RICH.key_positions[:, :5],
+        "key_valid": RICH.key_valid[:, :5],
+    }
+    return given | changes
+
+
+# Of one token or several.
+WRONG_TOKENS = [
+    ({"k": None}, "k must be a tensor, got NoneType"),
+    ({"k": torch.zeros(3, 2, 5)}, r"k must be \[B, heads, length, D\]"),
+    ({"k": torch.zeros(3, 2, 5, 8).int()}, "k must be one of"),
+    ({"k": torch.zeros(3, 2, 5, 8, requires_grad=True)}, "under torch.no_grad"),
+    ({"v": torch.zeros(3, 1, 5, 8)}, r"v must be \[3, 2, length, 8\]"),
+    ({"labels_k": None}, "labels_k must be a tensor"),
+    ({"labels_k": torch.zeros(3, 3, 5).long()}, "3 routing groups, which must divide the 2"),
+    ({"labels_k": torch.zeros(3, 2, 5)}, "labels_k must hold integer regime labels"),
+    ({"labels_k": torch.full((3, 2, 5), 3)}, r"labels_k must lie in 0..2, got values 3..3"),
+    ({"labels_k": torch.full((3, 2, 5), -1)}, r"labels_k must lie in 0..2"),
+    ({"key_positions": torch.zeros(3, 5)}, "key_positions must hold integers"),
+    ({"key_positions": torch.full((3, 5), -1)}, "key_positions must be >= 0"),
+    ({"key_positions": torch.full((3, 5), 2**31)}, "below 2\\^31 - 1"),
+    ({"key_valid": torch.ones(3, 5)}, "key_valid must hold bool"),
+]
+WRONG_CHUNKS = [
+    ({"k": torch.zeros(3, 2, 0, 8)}, "none of them 0"),
+    ({"v": torch.zeros(3, 2, 4, 8)}, "v must be as k"),
+    ({"v": torch.zeros(3, 2, 5, 8).double()}, "v must be as k"),
+    ({"labels_k": torch.zeros(3, 4)}, r"labels_k must be \[3, 5\] or \[3, groups, 5\]"),
+    ({"key_positions": torch.zeros(3, 4).long()}, r"key_positions must be \[3, 5\]"),
+    ({"key_positions": torch.arange(5, 0, -1).expand(3, 5)}, "must not decrease"),
+    ({"key_valid": torch.ones(3, 4) > 0}, r"key_valid must be \[3, 5\]"),
+]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message", "length"),
+    [(*wrong, length) for length in (1, 5) for wrong in WRONG_TOKENS]
+    + [(*wrong, 5) for wrong in WRONG_CHUNKS],
+)
+@implementations
+def test_wrong_tokens_are_refused_and_change_nothing(changes, message, length, impl):
+    wrong = {
+        name: x if x is None else x[..., -length:, :] if name in "kv" else x[..., -length:]
+        for name, x in updates(**{"key_valid": None} | changes).items()
+    }
+    cache = new_cache(RICH, impl=impl)
+    with pytest.raises(ValueError, match=message):
+        cache.update(**wrong)
+    assert cache.slots == 0 and cache.allocated_bytes == 0
+    assert_right(RICH, *feed_all(cache, RICH, (147, 1, 1, 1)))
+
+
+@implementations
+def test_wrong_tokens_later_change_nothing(impl):
+    cache = new_cache(RICH, impl=impl)
+    feed_all(cache, RICH, (50, 1, 1))
+    held = stored_slots(cache)
+    for changes, message in (
+        ({"k": RICH.k[:1, :, :5]}, r"k must be \[3, 2, length, 8\]"),
+        ({"labels_k": RICH.labels[1][:, 0, :5]}, r"labels_k must be \[3, 5\] or \[3, 2, 5\]"),
+        ({"key_positions": None}, "key_positions must be given always or never"),
+        ({"key_positions": torch.zeros(3, 5).long(), "key_valid": None}, "must not decrease"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            cache.update(**updates(**changes))
+    one = {
+        name: x[:, :, 60:61]
+        for name, x in (("k", RICH.k), ("v", RICH.v), ("labels_k", RICH.labels[1]))
+    }
+    with pytest.raises(ValueError, match=r"must not decrease .* got 0 after"):
+        cache.update(**one, key_positions=torch.zeros(3, 1).long())
+    with pytest.raises(ValueError, match="labels_k must lie in"):
+        cache.update(
+            **one | {"labels_k": one["labels_k"] + 7}, key_positions=RICH.key_positions[:, 60:61]
+        )
+    assert stored_slots(cache) == held and cache.slots == 52
+    assert_right(RICH, *feed_all(cache, RICH, (1, 77, *(1,) * 20), start=52), start=52)
+
+
+@pytest.mark.parametrize("length", [1, 5])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"q": RICH.q[:, :3]}, "3 heads of q must be a multiple of the 2"),
+        ({"q": RICH.q[:1]}, r"q must be \[3, heads, length, 8\]"),
+        ({"q": RICH.q.int()}, "q must be one of"),
+        ({"labels_q": None}, "labels_q must be a tensor"),
+        ({"labels_q": RICH.labels[0] + 3}, "labels_q must lie in 0..2"),
+        ({"labels_q": RICH.labels[0][:, 0]}, r"labels_q must be .* or \[3, 2, "),
+        ({"query_positions": torch.zeros(3, 150)}, "query_positions must hold integers"),
+        ({"query_positions": torch.full((3, 150), -1)}, "query_positions must lie in 0"),
+        ({"query_positions": torch.zeros(3, 150).int()}, "query_positions must be at least"),
+        ({"scale": "much"}, "scale must be None or a number"),
+        ({"softcap": 0.0}, "softcap must be None or a number"),
+    ],
+)
+@implementations
+def test_wrong_queries(changes, message, length, impl):
+    cache = new_cache(RICH, impl=impl)
+    feed_all(cache, RICH, (148, 1, 1))
+    given = {"q": RICH.q, "labels_q": RICH.labels[0], "query_positions": RICH.key_positions}
+    given |= {"softcap": 20.0} | changes
+    last = {
+        name: x[..., -length:, :]
+        if name == "q"
+        else x[..., -length:]
+        if isinstance(x, torch.Tensor)
+        else x
+        for name, x in given.items()
+    }
+    with pytest.raises(ValueError, match=message):
+        cache.attend(**last)
+
+
+def test_wrong_caches():
+    for options, message in (
+        ({"routing": "hard"}, "routing must be one of"),
+        ({"crop_margin": -1}, "crop_margin must be an integer >= 0"),
+        ({"crop_margin": 1.5}, "crop_margin must be an integer"),
+        ({"window": -1}, "window must be a number >= 0"),
+        ({"dtype": torch.int32}, "dtype must be one of"),
+        ({"impl": "fast"}, "impl must be one of"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            RegimeLayerCache(SHORT, **options)
+    with pytest.raises(ValueError, match="config must be a MoSARConfig"):
+        RegimeLayerCache({})
+    with pytest.raises(ValueError, match="num_layers must be an integer >= 1"):
+        RegimeCache(SHORT)
+    with pytest.raises(ValueError, match="num_layers is 3, but there are 2 configs"):
+        RegimeCache([SHORT, SHORT], 3)
+    with pytest.raises(ValueError, match="windows must have one entry per layer"):
+        RegimeCache(SHORT, 2, windows=[3])
+    with pytest.raises(ValueError, match="float64; use impl='auto'"):
+        feed(new_cache(PLAIN, impl="native"), PLAIN.with_(dtype=torch.float64), 0, 3)
+    cache = RegimeLayerCache(SHORT)
+    with pytest.raises(ValueError, match="the cache is empty"):
+        cache.attend(PLAIN.q, PLAIN.labels[0])
+    with pytest.raises(ValueError, match="the cache is empty"):
+        cache.ordered()
+
+
+@pytest.mark.parametrize("routing", ["sparse", "soft"])
+def test_wrong_moves(routing):
+    case = RICH.with_(routing=routing)
+    cache = new_cache(case)
+    feed_all(cache, case, (50,))
+    for indices in ([0, 1], [0, 1, 3], [0, 1, -1], [[0, 1, 2]]):
+        with pytest.raises(ValueError, match=r"beam_idx must be|indices must be rows"):
+            cache.reorder(torch.tensor(indices))
+    with pytest.raises(ValueError, match="repeats must be an integer >= 1"):
+        cache.batch_repeat(0)
+    with pytest.raises(ValueError, match="length must be an integer"):
+        cache.crop(3.0)
+    assert_right(case, *feed_all(cache, case, (100,), start=50), start=50)
+
+
+def test_dense_routing_needs_probabilities():
+    cache = RegimeLayerCache(SHORT, routing="soft")
+    with pytest.raises(ValueError, match="pi_k must be a tensor"):
+        cache.update(PLAIN.k, PLAIN.v, PLAIN.labels[1])
+    with pytest.raises(ValueError, match="pi_k must be float32 or float64"):
+        cache.update(PLAIN.k, PLAIN.v, pi_k=PLAIN.pi_k.bfloat16())
+    cache.update(PLAIN.k, PLAIN.v, pi_k=PLAIN.pi_k)
+    with pytest.raises(ValueError, match="pi_q must be a tensor"):
+        cache.attend(PLAIN.q, PLAIN.labels[0])
+
+
+@pytest.mark.parametrize("routing", ["soft", "top1"])
+def test_ordered_keys_serve_the_operator(routing):
+    case = RICH.with_(routing=routing)
+    cache = new_cache(case)
+    feed_all(cache, case, (100, *(1,) * 50))
+    keys = cache.ordered()
+    assert (keys.pi is not None) == (routing == "soft")
+    pi_k = keys.pi if routing == "soft" else torch.nn.functional.one_hot(keys.labels, 3).float()
+    output = mosar_attention(
+        case.q,
+        keys.k,
+        keys.v,
+        case.pi_q,
+        pi_k,
+        case.config,
+        routing=routing,
+        softcap=case.softcap,
+        key_positions=keys.positions,
+        key_valid=keys.valid,
+    )
+    expected, _ = feed_all(new_cache(case), case, (150,))
+    torch.testing.assert_close(output, expected, atol=2e-6, rtol=2e-6)
+    counts = cache.regime_counts
+    assert sum(counts.values()).tolist() == RICH.key_valid.sum(dim=1)[:, None].expand(3, 2).tolist()
+    assert counts["sinks"].eq(2).all()
+    assert 0 < cache.used_bytes <= cache.allocated_bytes
