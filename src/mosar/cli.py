@@ -325,18 +325,23 @@ def reproduce(
         Path, typer.Option(help="The experiment folder; one that holds this experiment goes on.")
     ],
     preset: Annotated[
-        str, typer.Option(help="smoke, quick (minutes), small (hours) or paper.")
+        str,
+        typer.Option(help="smoke, quick (minutes), small (hours), paper, or retrieval (a task)."),
     ] = "quick",
     variants: Annotated[
         str | None,
-        typer.Option(help="Some of the variants; by default all eight.", show_default=False),
+        typer.Option(
+            help="Some of rope, alibi, p-rope, fixed-s, fixed-m, rope-m-mask, mosar, mosar-cost; "
+            "by default all.",
+            show_default=False,
+        ),
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="How many seeds, from 0 on.")] = 1,
     data: Annotated[
         Path | None,
         typer.Option(
             help="A dataset of mosar prepare; by default data/stdlib, which is made from Python's "
-            "standard library where it is missing.",
+            "standard library where it is missing. A task needs none.",
             show_default=False,
         ),
     ] = None,
@@ -392,6 +397,7 @@ def reproduce(
         from mosar.data.errors import DataError
         from mosar.experiments.command import run_reproduce_command
         from mosar.experiments.run import ExperimentError
+        from mosar.experiments.work import count_cells
         from mosar.training.errors import TrainingError, TrainingInterrupted
 
         if threads is not None:
@@ -423,13 +429,16 @@ def reproduce(
             _show_report(out, None)
         if result.failed:
             first, why = next(iter(result.failed.items()))
-            raise CommandFailed(f"{len(result.failed)} cells failed; {first}: {why}")
+            raise CommandFailed(f"{count_cells(len(result.failed))} failed; {first}: {why}")
 
 
 @app.command("report")
 def report(
     folder: Annotated[
-        Path, typer.Argument(help="An experiment folder of mosar reproduce, with its records.")
+        Path,
+        typer.Argument(
+            help="An experiment folder of mosar reproduce, or a run that mosar evaluate has seen."
+        ),
     ],
     out: Annotated[
         Path | None,

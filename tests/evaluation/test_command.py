@@ -65,6 +65,26 @@ def test_against_another_run_and_details(run):
     assert re.search(r"0–31", result.stdout)
 
 
+def test_against_another_run_at_a_step(run):
+    mosar, rope = run("mosar"), run("rope")
+    result = invoke(mosar, *QUICK, "--against", rope, "--step", 3, "--routing", "soft")
+    assert result.exit_code == 0, result.output
+    asked = {"lengths": ("1x", "4x"), "tokens": 512, "progress": False}
+    ours = evaluate(mosar, routings=["soft"], step=3, **asked)
+    theirs, last = (evaluate(rope, step=step, **asked) for step in (3, 6))
+    assert [record.loss for record in theirs] != [record.loss for record in last]
+    for row, record, base in zip(cells(result.stdout), ours, theirs, strict=True):
+        assert row[5] == f"{100 * (record.perplexity / base.perplexity - 1):+.2f}"
+
+
+def test_against_a_run_without_that_step(run):
+    mosar, rope = run("mosar"), run("rope", "train.checkpoint_every=6")
+    result = invoke(mosar, *QUICK, "--against", rope, "--step", 3)
+    assert result.exit_code == 1
+    assert f"{rope} has no checkpoint of step 3; there are 6" in result.stderr
+    assert not (mosar / "evaluations").exists()
+
+
 def test_a_run_of_a_task(tmp_path):
     from evaluation.test_retrieval import SMALL
 

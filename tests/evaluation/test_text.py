@@ -59,8 +59,12 @@ def test_too_long_or_too_few(subject):
         EvaluationText(subject(), (64, 4096))
     with pytest.raises(EvaluationError, match=r"a block of 6300, which windows of 63, 100 divide"):
         EvaluationText(subject(), (63, 100))
-    with pytest.raises(ValueError, match=r"tokens must be at least 256, .* got 255"):
+    with pytest.raises(ValueError, match=r"^tokens must be at least 256, for a win.*; got 255"):
         EvaluationText(subject(), (64, 256), tokens=255)
+    with pytest.raises(
+        ValueError, match=r"at least 180, for a block of 180, which windows of 60, "
+    ):
+        EvaluationText(subject(), (60, 90), tokens=120)
 
 
 def test_moved_data(subject, dataset, tmp_path):

@@ -5,18 +5,26 @@ import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from mosar.cli import app
+from mosar.data.prepare import prepare
 from mosar.experiments import run as experiment_run
+from mosar.experiments import work
+from mosar.experiments.command import run_reproduce_command
 from mosar.experiments.run import ExperimentError, run_experiment
 from mosar.experiments.settings import Axis, ExperimentSettings
 from mosar.experiments.work import spoken
+from mosar.geometries import VARIANTS
 from mosar.records import EvaluationRecord, TrainingRecord, read_records
+from mosar.report.comparison import Comparison
+from mosar.report.experiment import load_experiment
+from mosar.training.config import PRESETS
 from mosar.training.errors import TrainingError
-from mosar.training.run_folder import read_metrics
+from mosar.training.run_folder import locked, read_metrics
 
 STEPS = 6
 CHANGES = (f"train.steps={STEPS}", "train.checkpoint_every=2", "train.eval_every=3")
@@ -25,8 +33,8 @@ CHANGES = (f"train.steps={STEPS}", "train.checkpoint_every=2", "train.eval_every
 @pytest.fixture
 def small(dataset):
     def make(*variants, **given):
-        base = {"changes": CHANGES, "lengths": ("1x", "2x"), "eval_tokens": 512}
-        return ExperimentSettings(preset="smoke", variants=variants, data=dataset, **(base | given))
+        base = {"data": dataset, "changes": CHANGES, "lengths": ("1x", "2x"), "eval_tokens": 512}
+        return ExperimentSettings(preset="smoke", variants=variants, **(base | given))
 
     return make
 
@@ -101,6 +109,116 @@ def test_a_failed_cell_does_not_stop_the_others(small, tmp_path, monkeypatch):
     assert not list((out / "failures").iterdir())
 
 
+@pytest.mark.parametrize(
+    "error, said",
+    [
+        (RuntimeError("out of\nmemory: 3 GiB"), "out of memory: 3 GiB"),
+        (MemoryError(), "MemoryError"),
+        (ValueError("no such shape"), "no such shape"),
+    ],
+)
+def test_torchs_own_errors_stop_one_cell_only(small, tmp_path, monkeypatch, error, said):
+    def failing(config, run, **options):
+        raise error
+
+    real, out = experiment_run.train, tmp_path / "e"
+    monkeypatch.setattr(
+        experiment_run,
+        "train",
+        lambda config, run, **o: (failing if config.variant == "rope" else real)(config, run, **o),
+    )
+    result = run(small("rope", "alibi"), out)
+    assert result.failed == {"rope-seed0": said}
+    assert [cell.variant for cell in result.finished] == ["alibi"]
+    assert json.loads((out / "failures" / "rope-seed0.json").read_text())["error"] == said
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no memory"), MemoryError(), ValueError("odd")])
+def test_the_estimate_passes_over_a_cell_that_cannot_run(small, monkeypatch, error):
+    asked = []
+
+    def measured(config):
+        asked.append(config.variant)
+        if config.variant != "p-rope":
+            raise error
+        return 1.0
+
+    monkeypatch.setattr(work, "_measured", measured)
+    settings = small("rope", "alibi", "p-rope")
+    cells = settings.cells()
+    units = sum(
+        work.training_work(config) + work.evaluation_work(settings, config)
+        for config in map(settings.config, cells)
+    )
+    guess = work.guess_seconds(settings, cells, lambda cell: 0)
+    assert asked == ["rope", "alibi", "p-rope"] and guess >= units
+    assert work.guess_seconds(settings, cells[:2], lambda cell: 0) == 0.0
+
+
+def test_a_decoder_that_cannot_be_built_fails_alone(small, tmp_path):
+    # Two KV heads cannot be three groups; only variants with routers are asked.
+    out = tmp_path / "e"
+    result = run(small("mosar", "rope", changes=(*CHANGES, "attention.routing_groups=3")), out)
+    assert [cell.variant for cell in result.finished] == ["rope"]
+    assert "routing_groups must divide num_kv_heads=2, got 3" in result.failed["mosar-seed0"]
+
+
+def test_other_data_is_refused(small, dataset, tmp_path):
+    out = tmp_path / "e"
+    run(small("rope"), out)
+    # The same contents elsewhere are the same data.
+    moved = shutil.copytree(dataset, tmp_path / "moved")
+    assert len(run(small("rope", data=moved), out).finished) == 1
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.txt").write_text(f"Another text {name}. " * 400)
+    other = tmp_path / "other"
+    prepare([str(tmp_path / "a.txt")], other, valid=[str(tmp_path / "b.txt")])
+    before = (out / "experiment.json").read_bytes()
+    refused = r"holds an experiment on other data than .*other: .* another --out"
+    for variants in (("rope",), ("alibi",)):
+        with pytest.raises(ExperimentError, match=refused):
+            run(small(*variants, data=other), out)
+    assert (out / "experiment.json").read_bytes() == before
+    # A folder that does not say so is known by its records.
+    asked = json.loads(before)
+    assert len(asked.pop("data_fingerprint")) == 64
+    (out / "experiment.json").write_text(json.dumps(asked))
+    with pytest.raises(ExperimentError, match=refused):
+        run(small("rope", data=other), out)
+
+
+TASK = (
+    *("train.steps=2", "train.warmup_steps=1", "train.micro_batch=2", "train.eval_batches=1"),
+    *("model.max_length=64", "model.hidden_size=16", "model.num_heads=2", "model.num_kv_heads=1"),
+    *("model.head_dim=8", "model.ffn_size=16", "model.num_layers=1"),
+)
+
+
+def test_tasks_as_an_axis_need_no_data(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = run_reproduce_command(
+        Path("e"),
+        preset="retrieval",
+        variants=("rope", "mosar"),
+        seeds=1,
+        data=None,
+        grid="data.task=passkey,recall",
+        changes=TASK,
+        lengths=("1x",),
+        eval_tokens=256,
+        progress=False,
+    )
+    assert len(result.finished) == 4 and not result.failed
+    assert [path.name for path in tmp_path.iterdir()] == ["e"]
+    asked = json.loads((tmp_path / "e" / "experiment.json").read_text())
+    assert asked["data_fingerprint"] is None
+    experiment = load_experiment(tmp_path / "e")
+    found = {(r.task, r.cell.variant, r.routing) for r in Comparison(experiment).retrievals}
+    expected = [("rope", "native"), *(("mosar", r) for r in ("soft", "top1", "sparse"))]
+    assert found == {(task, *which) for task in ("passkey", "recall") for which in expected}
+    assert experiment.unfinished == []
+
+
 def test_along_an_axis(small, tmp_path):
     axis = Axis.parse("attention.barrier=2,6")
     result = run(small("rope", "fixed-s", grid=axis), tmp_path / "e")
@@ -124,7 +242,7 @@ def test_along_an_axis(small, tmp_path):
     [
         ({"changes": ("train.steps=7",)}, "holds an experiment with changes"),
         ({"lengths": ("1x",)}, "holds an experiment with lengths"),
-        ({"eval_tokens": 64}, "holds an experiment with eval_tokens"),
+        ({"eval_tokens": 256}, "holds an experiment with eval_tokens"),
     ],
 )
 def test_another_experiment_in_the_folder(small, tmp_path, changed, said):
@@ -201,6 +319,10 @@ def test_the_records_make_the_same_report_elsewhere(small, tmp_path):
         (["--variants", "rope,mosaar"], "did you mean 'mosar'", 2),
         (["--grid", "attention.barrier"], "a grid is written", 2),
         (["--lengths", "2y"], "a length is a multiple", 2),
+        (["--lengths", "64x"], "too few for a window of 4096", 2),
+        (["--eval-tokens", "9"], "eval_tokens must be at least 256", 2),
+        (["--grid", "train.seed=0,1"], "train.seed is set by --seeds, it cannot be an axis", 2),
+        (["--grid", "data.seed=0,1"], "data.seed is set by --seeds, it cannot be an axis", 2),
         (["--data", "nowhere"], "nowhere", 1),
     ],
 )
@@ -208,8 +330,36 @@ def test_bad_options(dataset, tmp_path, words, said, code):
     base = ["reproduce", "--preset", "smoke", "--data", str(dataset), "--out", str(tmp_path / "e")]
     result = CliRunner().invoke(app, [*base, *words])
     assert result.exit_code == code, result.output
-    assert said in " ".join(result.output.replace("│", " ").split())
+    text = " ".join(result.output.replace("│", " ").split())
+    assert said in text and "Traceback" not in text
     assert not (tmp_path / "e" / "cells").exists()
+
+
+def test_a_folder_that_another_process_holds_is_one_line(dataset, tmp_path):
+    with locked(tmp_path / "e"):
+        result = CliRunner().invoke(app, command(dataset, tmp_path / "e")[3:])
+    assert result.exit_code == 1
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("mosar: error: another process") and "wait for it" in line
+
+
+def test_one_cell_is_not_cells(dataset, tmp_path, monkeypatch):
+    def failing(config, run, **options):
+        raise TrainingError("no luck")
+
+    monkeypatch.setattr(experiment_run, "train", failing)
+    words = command(dataset, tmp_path / "e")[3:]
+    words[words.index("--variants") + 1] = "rope"
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 1
+    assert "\n1 cell to run, " in f"\n{result.stderr}"
+    assert result.stderr.splitlines()[-1] == "mosar: error: 1 cell failed; rope-seed0: no luck"
+
+
+def test_the_help_names_presets_and_variants():
+    result = CliRunner().invoke(app, ["reproduce", "--help"], env={"COLUMNS": "400"})
+    for name in (*PRESETS, *VARIANTS):
+        assert name in result.stdout
 
 
 @pytest.mark.parametrize(

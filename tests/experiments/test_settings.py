@@ -48,6 +48,13 @@ def test_every_variant_reads_an_axis_of_the_model_or_the_training():
     assert len(experiment.cells()) == 16
 
 
+@pytest.mark.parametrize("key", ["attention.rope_theta=1e3,1e4", "attention.rope_fraction=0.5,1"])
+def test_alibi_does_not_rotate(key):
+    cells = settings(grid=Axis.parse(key)).cells()
+    assert [cell.variant for cell in cells].count("alibi") == 1
+    assert len(cells) == 2 * 7 + 1
+
+
 REGIMES = (
     '[{"name":"S","reach":4.0,"plateau":0.5},{"name":"G","reach":64.0,"plateau":1.0}]',
     '[{"name":"S","reach":8.0,"plateau":0.5},{"name":"G","reach":64.0,"plateau":1.0}]',
@@ -78,7 +85,20 @@ def test_a_cell_is_named_after_what_it_is():
         ({"variants": ("rope", "rope")}, "variants must be named once"),
         ({"variants": ()}, "at least one variant is needed"),
         ({"seeds": 0}, "seeds must be at least 1, got 0"),
-        ({"changes": ("train.seed=3",)}, "train.seed is set by the experiment, not by --set"),
+        ({"changes": ("train.seed=3",)}, "train.seed is set by --seeds, not by --set"),
+        ({"changes": ("data.folder=x",)}, "data.folder is set by --data, not by --set"),
+        (
+            {"changes": ("attention.barrier=3",), "grid": Axis.parse("attention.barrier=4,6")},
+            "attention.barrier is set by --grid, not by --set",
+        ),
+        *(
+            ({"grid": Axis.parse(f"{key}=0,1")}, f"{key} is set by {option}, it cannot be an axis")
+            for key, option in (
+                ("train.seed", "--seeds"),
+                ("data.seed", "--seeds"),
+                ("data.folder", "--data"),
+            )
+        ),
     ],
 )
 def test_refused(given, said):
@@ -99,6 +119,45 @@ def test_refused(given, said):
 def test_refused_axis(text, said):
     with pytest.raises(ValueError, match=said):
         Axis.parse(text)
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        # The validation split has 3,049 tokens.
+        ({"lengths": ("1x", "48x")}, r"3049 tokens, too few for a window of 3072 .*--lengths"),
+        (
+            {"lengths": ("63", "100")},
+            r"too few for a block of 6300, which windows of 63, 100 divide",
+        ),
+        ({"eval_tokens": 255}, r"eval_tokens must be at least 256, for a window of 256; got 255"),
+        (
+            {"lengths": ("40", "60"), "eval_tokens": 100},
+            r"at least 120, for a block of 120, which windows of 40, 60 divide; got 100",
+        ),
+        ({"preset": "retrieval", "eval_tokens": 1023}, r"eval_tokens must be at least 1024"),
+        (
+            {"preset": "retrieval", "lengths": ("100",)},
+            r"lengths must be at least 256 for recall learnt at 256, got 100",
+        ),
+        ({"lengths": ("2y",)}, r"a length is a multiple"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused_before_training(dataset, given, said):
+    with pytest.raises(ValueError, match=said):
+        settings(variants=("rope",), data=dataset, **given).check_cells()
+
+
+def test_what_can_just_be_evaluated(dataset):
+    settings(variants=("rope",), data=dataset, lengths=("47x",), eval_tokens=3008).check_cells()
+    settings(preset="retrieval", lengths=("256", "1024"), eval_tokens=1024).check_cells()
+
+
+def test_only_text_needs_data():
+    assert settings().reads_text and not settings(preset="retrieval").reads_text
+    assert settings(preset="retrieval").data_fingerprint() is None
+    both = Axis.parse("data.task=recall,text")
+    assert settings(preset="retrieval", grid=both).reads_text
 
 
 def test_an_axis_that_nobody_reads():

@@ -4,9 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from mosar.report.claims import CLAIMS, judged_claims
+from mosar.records import Cell, append_record
+from mosar.report.claims import CLAIMS, judged_claims, medium_reach
 from mosar.report.comparison import Comparison, Estimate, Setting
 from mosar.report.experiment import load_experiment
+from mosar.report.formats import number
 from mosar.report.verdicts import (
     Finding,
     best,
@@ -17,12 +19,13 @@ from mosar.report.verdicts import (
     kept,
     lower,
     reach_estimate,
+    sparse_same,
     tied,
     time_ratio,
     together,
 )
 from report import synthetic
-from report.synthetic import write_experiment
+from report.synthetic import make_retrieval, write_experiment
 
 
 def seeds(*values):
@@ -59,7 +62,7 @@ def test_several_comparisons_hold_if_all_do():
     assert together(parts("noise", "fails", "holds")).verdict == "fails"
     assert together(parts("unmeasured", "unmeasured")).verdict == "unmeasured"
     partly = together(parts("holds", "unmeasured"))
-    assert (partly.verdict, partly.basis) == ("holds", "3 seeds; not measured: 1")
+    assert (partly.verdict, partly.basis) == ("holds", "3 seeds; of those measured, without 1")
     assert partly.ours == "0 o · 1 o"
 
 
@@ -92,6 +95,69 @@ def test_lower_and_best_follow_the_records(tmp_path, monkeypatch):
     assert tied(c, Setting("mosar", 4.0), Setting("alibi", 4.0)).verdict == "fails"
     assert kept(c, Setting("alibi", 4.0), Setting("alibi", 1.0)).verdict == "holds"
     assert kept(c, Setting("mosar", 4.0), Setting("mosar", 1.0)).verdict == "fails"
+
+
+def test_the_best_of_all_takes_all_to_hold_and_one_to_fail(tmp_path, monkeypatch):
+    quality = {"alibi": (0.9, 0.9, 0.9), "mosar": (0.8, 0.8, 0.8)}
+    c = compare(tmp_path, monkeypatch, quality, variants=("rope", "alibi", "mosar"))
+    found = best(c, "mosar", 4.0)
+    assert found.verdict == "unmeasured" and found.ours.endswith("against ALiBi")
+    assert found.basis == "3 seeds; 5 of the paper's variants not measured"
+    assert best(c, "alibi", 4.0).verdict == "fails"
+
+
+@pytest.mark.parametrize(
+    ("quality", "verdict"), [(0.9, "holds"), (0.97, "fails"), (0.949, "noise"), (1.1, "fails")]
+)
+def test_much_better_has_a_measure(tmp_path, monkeypatch, quality, verdict):
+    qualities = {"rope": (1.0, 1.0, 1.0), "mosar": (1.0, 1.0, quality)}
+    c = compare(tmp_path, monkeypatch, qualities, variants=("rope", "mosar"))
+    found = {claim.name: (claim, finding) for claim, finding in judged_claims(c)}
+    claim, finding = found["far-below-rope"]
+    assert finding.verdict == verdict and "Much: by more than 5 %" in claim.rule
+    # What is shown is the difference itself.
+    assert finding.ours.startswith(f"{number(c.delta('mosar', 4.0).mean, 1, signed=True)} ±")
+
+
+def test_only_perplexities_borrow_a_spread(tmp_path):
+    c = compare(tmp_path, seeds={"rope": (0, 1, 2), "mosar": (0, 1, 2)})
+    found = {claim.name: finding for claim, finding in judged_claims(c)}
+    assert "spread of the others" in found["cost-quality"].basis
+    assert found["cost-reach"].basis == "one seed, no error bar"
+
+
+def test_a_gain_is_no_cost_but_a_change(tmp_path, monkeypatch):
+    """Top-1 below soft routing is bounded by any measure; sparse below top-1 is not the same."""
+    plain = synthetic.make_evaluation
+    lower_by = {"soft": 0.0, "native": 0.0, "top1": 0.2, "sparse": 0.4}
+
+    def made(cell, factor, routing="native"):
+        record = plain(cell, factor, routing)
+        return replace(record, loss=record.loss - lower_by[routing])
+
+    monkeypatch.setattr(synthetic, "make_evaluation", made)
+    c = compare(tmp_path, variants=("mosar",))
+    gap = bounded(c, "mosar", (1.0,))
+    assert gap.verdict == "holds" and "−1" in gap.ours
+    assert sparse_same(c, "mosar", (1.0,)).verdict == "fails"
+
+
+def test_the_medium_reach_is_that_of_the_models_that_were_asked(tmp_path):
+    folder = write_experiment(tmp_path, variants=("rope", "mosar"), seeds=(0,), retrieval=False)
+    c = Comparison(load_experiment(folder))
+    assert medium_reach(c) == 128
+    # A task may have been learnt at another length than the text beside it.
+    (folder / "records" / "retrieval").mkdir()
+    for variant in ("rope", "fixed-m", "mosar"):
+        cell = Cell(variant=variant, preset="retrieval", seed=0, grid={"data.task": "recall"})
+        reaches = {"S": 4.0, "M": 16.0, "G": 64.0} if variant == "mosar" else {}
+        reaches = {"M": 16.0} if variant == "fixed-m" else reaches
+        record = replace(make_retrieval(cell, "recall", "native"), reaches=reaches)
+        append_record(folder / "records" / "retrieval" / f"{cell.name}.jsonl", record)
+    assert medium_reach(Comparison(load_experiment(folder))) == 16
+    # Without one that has several regimes, the reach of the text's models is all there is.
+    (folder / "records" / "retrieval" / "mosar-seed0-data.task=recall.jsonl").unlink()
+    assert medium_reach(Comparison(load_experiment(folder))) == 128
 
 
 def test_a_gap_is_bounded_or_not(comparison, tmp_path, monkeypatch):

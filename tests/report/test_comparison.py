@@ -1,11 +1,13 @@
 """What is computed from records, against sums written out here."""
 
 import math
+import re
 import statistics
+from dataclasses import replace
 
 import pytest
 
-from mosar.records import Cell
+from mosar.records import Cell, append_record
 from mosar.report.comparison import (
     Comparison,
     Estimate,
@@ -17,7 +19,17 @@ from mosar.report.comparison import (
 )
 from mosar.report.experiment import load_experiment
 from mosar.report.formats import setting
-from report.synthetic import ALL, make_config, make_evaluation, perplexity, write_experiment
+from mosar.report.page import render_page
+from mosar.report.sections import make_sections
+from report.synthetic import (
+    ALL,
+    make_config,
+    make_evaluation,
+    make_retrieval,
+    make_training,
+    perplexity,
+    write_experiment,
+)
 
 
 def compare(folder, **changes):
@@ -127,6 +139,49 @@ def test_of_a_grid_without_plain_cells_the_papers_point_is_compared(tmp_path):
     assert c.delta("mosar", 1.0) is not None
 
 
+def test_cells_of_a_task_are_no_seeds_of_the_text(tmp_path):
+    folder = write_experiment(
+        tmp_path, variants=("rope", "mosar"), seeds=(0,), retrieval=False, benchmarks=False
+    )
+    (folder / "records" / "retrieval").mkdir()
+    tasks = {"rope": (0, 1, 2), "fixed-m": (0,)}
+    for variant, seeds in tasks.items():
+        for seed in seeds:
+            cell = Cell(variant=variant, preset="retrieval", seed=seed)
+            path = folder / "records" / "retrieval" / f"{cell.name}.jsonl"
+            training = make_training(cell)
+            data = training.config["data"] | {"task": "recall"}
+            config = training.config | {"data": data}
+            append_record(path, replace(training, config=config, valid_curve=[[100, 0.1]]))
+            append_record(path, make_retrieval(cell, "recall", "native"))
+    c = Comparison(load_experiment(folder))
+    assert c.seeds == {"mosar": [0], "rope": [0]} and c.point == {}
+    assert {variant: list(runs) for variant, runs in c.trainings.items()} == c.seeds
+    assert c.trainings["rope"][0].valid_curve[-1][1] > 1
+    asked = {(r.cell.variant, r.cell.seed) for r in c.retrievals}
+    assert asked == {(variant, seed) for variant, seeds in tasks.items() for seed in seeds}
+    # A variant that only the task has is shown with it.
+    page = render_page(c, make_sections(c), [])
+    abstract = re.search(r'class="abstract">(.*?)</p>', page, re.S)[1]
+    assert "Two variants" not in abstract and abstract.startswith("2 variants of one decoder")
+    assert re.search(r"Right answers .*Fixed-M \d+ %", abstract)
+
+
+def test_in_an_experiment_of_tasks_alone_they_are_the_seeds(tmp_path):
+    (tmp_path / "records").mkdir()
+    for seed in (0, 1):
+        for task in ("passkey", "recall"):
+            cell = Cell(variant="rope", preset="retrieval", seed=seed, grid={"data.task": task})
+            path = tmp_path / "records" / f"{cell.name}.jsonl"
+            append_record(path, make_training(cell))
+            append_record(path, make_retrieval(cell, task, "native"))
+    c = Comparison(load_experiment(tmp_path))
+    assert c.seeds == {"rope": [0, 1]} and list(c.trainings["rope"]) == [0, 1]
+    found = sorted((r.task, r.cell.seed) for r in c.retrievals)
+    assert found == [(task, seed) for task in ("passkey", "recall") for seed in (0, 1)]
+    assert c.axes == {}
+
+
 def test_values_of_an_axis_may_be_words(tmp_path):
     grid = {"attention.composition": ["min", "max", "mean"]}
     c = compare(tmp_path, variants=(), grid=grid)
@@ -146,10 +201,6 @@ def test_regimes_can_be_an_axis(tmp_path):
 
 
 def test_the_latest_step_counts(tmp_path):
-    from dataclasses import replace
-
-    from mosar.records import append_record
-
     folder = write_experiment(
         tmp_path, variants=("rope",), seeds=(0,), factors=(1,), retrieval=False, benchmarks=False
     )

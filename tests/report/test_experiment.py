@@ -64,6 +64,28 @@ def test_unfinished_cells_are_those_without_record_or_failure(tmp_path):
     assert load_experiment(tmp_path).unfinished == ["rope-seed0"]
 
 
+def test_records_of_another_experiment_finish_no_cell(tmp_path):
+    write_cell(write_experiment(tmp_path, variants=(), benchmarks=False), CELL)
+    asked = {"preset": "small", "cells": [CELL.name, "mosar-seed1"]}
+    (tmp_path / "experiment.json").write_text(json.dumps(asked))
+    beside = replace(CELL, preset="retrieval", seed=1)
+    (tmp_path / "records" / "retrieval").mkdir()
+    path = tmp_path / "records" / "retrieval" / f"{beside.name}.jsonl"
+    append_record(path, make_retrieval(beside, "recall", "soft"))
+    assert load_experiment(tmp_path).unfinished == ["mosar-seed1"]
+
+
+def test_a_run_folder_is_read_by_its_evaluations(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "step": 1, "lm_loss": 5.0}\n')
+    (tmp_path / "evaluations").mkdir()
+    failing(tmp_path, "it is a run that was not evaluated", f"mosar evaluate {tmp_path}")
+    records = [make_evaluation(CELL, factor, "soft") for factor in (1, 2)]
+    for record in records:
+        append_record(tmp_path / "evaluations" / f"{record.length}.json", record)
+    assert load_experiment(tmp_path).evaluations == tuple(records)
+
+
 def failing(folder, *parts):
     with pytest.raises(ReportError) as caught:
         load_experiment(folder)

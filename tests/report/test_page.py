@@ -1,6 +1,7 @@
 """The page: whole, self-contained, the same for the same records, for any part of an experiment."""
 
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -18,7 +19,9 @@ from mosar.report.charts import (
     y_domain,
 )
 from mosar.report.comparison import Comparison
+from mosar.report.curves import perplexity_by_position, retrieval
 from mosar.report.experiment import load_experiment
+from mosar.report.length_charts import delta_by_length
 from mosar.report.page import render_page
 from mosar.report.palette import VARIANTS, variant_looks
 from mosar.report.sections import make_sections
@@ -60,8 +63,12 @@ class Outline(HTMLParser):
                 self.headings.append(data)
 
 
+def compared(folder, **changes):
+    return Comparison(load_experiment(write_experiment(folder, **changes)))
+
+
 def render(folder, **changes):
-    c = Comparison(load_experiment(write_experiment(folder, **changes)))
+    c = compared(folder, **changes)
     return render_page(c, make_sections(c), [])
 
 
@@ -322,6 +329,52 @@ def test_domains_hold_what_is_drawn():
         name="a", title="", caption="", x_label="", y_label="", series=tuple(lines[2:]), cap=5.0
     )
     assert y_domain(alone)[1] > 90
+
+
+def test_the_papers_collapse_does_not_press_ours_together(comparison):
+    chart = delta_by_length(comparison)
+    paper = [line for line in chart.series if line.note == "paper"]
+    assert max(p.y for line in paper for p in line.points) == pytest.approx(95.0, abs=0.1)
+    own = [p.y for line in chart.series if line.note != "paper" for p in line.points]
+    assert chart.cap == 5.0 and y_domain(chart)[1] < 6 and y_domain(chart)[0] < min(own)
+    assert "p-RoPE, paper (up to +95.0 % at 8k)" in render_page(
+        comparison, make_sections(comparison), []
+    )
+
+
+def test_differences_above_rope_are_not_cut(tmp_path, monkeypatch):
+    from report import synthetic
+
+    worse = dict.fromkeys(("alibi", "mosar", "fixed-m"), (1.2, 1.3, 1.9))
+    monkeypatch.setattr(synthetic, "_QUALITY", synthetic._QUALITY | worse)
+    chart = delta_by_length(
+        compared(tmp_path, variants=("rope", *worse), retrieval=False, benchmarks=False)
+    )
+    assert y_domain(chart)[1] > max(
+        p.y for line in chart.series if line.note != "paper" for p in line.points
+    )
+
+
+def test_captions_speak_of_what_is_drawn(comparison):
+    for factor in comparison.factors:
+        chart = perplexity_by_position(comparison, factor)
+        assert bool(chart.marks) == (factor > 1) == ("mark" in chart.caption)
+    config = comparison.geometry("mosar")
+    grids = fixed_grids(config, 512)
+    assert [grid.title for grid in grids] == [f"every token {name}" for name in "SMG"]
+    assert "of the causal pairs of 512 tokens are inside the support" in grid_svg(grids[0])
+
+
+def test_points_of_retrieval_lie_within_their_distances(tmp_path):
+    c = compared(tmp_path, variants=("mosar",), seeds=(0,), factors=(), benchmarks=False)
+    (record, *_) = (r for r in c.retrievals if r.task == "recall")
+    rows = [[1, 2, 1.0, 8], [2, 3, 0.9, 8], [3, 5, 0.8, 8], [5, 33, 0.7, 8], [33, 129, 0.5, 8]]
+    c.retrievals[:] = [replace(record, by_distance=rows, length=2048, routing="soft")]
+    chart = retrieval(c, "recall", 2048)
+    places = [point.x for point in chart.series[0].points]
+    assert places == pytest.approx([1, 2, 12**0.5, 160**0.5, (33 * 128) ** 0.5])
+    # The last distance is 128: S and M end within, G does not.
+    assert [mark.label for mark in chart.marks] == ["S 32", "M 128"]
 
 
 def test_a_cell_without_training_record(tmp_path):

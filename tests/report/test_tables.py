@@ -85,7 +85,8 @@ def test_sparse_table(comparison):
     (record,) = [r for r in comparison.records("mosar", 4.0, "top1") if r.cell.seed == 0]
     masses = record.discarded_mass
     assert row[3].sort == pytest.approx(statistics.fmean(layer["mean"] for layer in masses))
-    assert row[4].sort == pytest.approx(statistics.fmean(layer["p95"] for layer in masses))
+    # As `mosar evaluate` shows it: of the layer where it is highest.
+    assert row[4].sort == pytest.approx(max(layer["p95"] for layer in masses))
     assert row[5].sort == pytest.approx(max(layer["worst"] for layer in masses))
     assert row[9].text.split()[0].startswith("2.")
 

@@ -8,8 +8,12 @@ import pytest
 from typer.testing import CliRunner
 
 from mosar.cli import app
+from mosar.data.prepare import prepare
+from mosar.evaluation.evaluate import evaluate
 from mosar.report.experiment import ReportError
 from mosar.report.write import write_report
+from mosar.training.config import resolve_config
+from mosar.training.loop import train
 from report.synthetic import write_experiment
 
 
@@ -117,6 +121,22 @@ def test_command_writes_elsewhere(tmp_path):
     result = run("report", folder, "--out", out)
     assert result.exit_code == 0
     assert (out / "index.html").exists() and not (folder / "report").exists()
+
+
+def test_a_run_folder_has_a_report_once_it_is_evaluated(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.txt").write_text(f"Attention that learns, {name}. " * 200)
+    data, folder = tmp_path / "data", tmp_path / "run"
+    prepare([str(tmp_path / "a.txt")], data, valid=[str(tmp_path / "b.txt")], progress=False)
+    changes = ["train.steps=2", "train.warmup_steps=1"]
+    config = resolve_config(variant="mosar", preset="smoke", data=data, changes=changes)
+    train(config, folder, progress=False)
+    failing(run("report", folder), "a run that was not evaluated", f"mosar evaluate {folder}")
+    records = evaluate(folder, lengths=("1x", "2x"), tokens=256, progress=False)
+    result = run("report", folder)
+    assert result.exit_code == 0, result.output
+    page = (folder / "report" / "index.html").read_text()
+    assert f"{records[0].perplexity:.2f}" in page and "No training record" in page
 
 
 def failing(result, *parts):

@@ -43,7 +43,7 @@ def run_evaluate_command(
     if json is not None and not json.absolute().parent.is_dir():
         raise ValueError(f"cannot write {json}: its folder does not exist")
     # A long evaluation must not end in something that could have been known.
-    base = None if against is None else _comparable(run, against)
+    base = None if against is None else _comparable(run, against, step)
     records = evaluate(
         run,
         lengths=lengths,
@@ -61,7 +61,7 @@ def run_evaluate_command(
         wide.print(retrieval_table(cast(list[RetrievalRecord], records)))
     else:
         texts = cast(list[EvaluationRecord], records)
-        other = [] if base is None else _on_the_same_text(texts, base, data, progress)
+        other = [] if base is None else _on_the_same_text(texts, base, step, data, progress)
         _show_perplexity(texts, other, wide, details=details)
         for line in time_ratios(texts):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -88,9 +88,9 @@ def _show_perplexity(
                 console.print(layer_table(rows[-1]))
 
 
-def _comparable(run: Path, against: Path) -> Subject:
-    """The other run, once it is known that both learnt the same text."""
-    ours, other = Subject.open(run), Subject.open(against)
+def _comparable(run: Path, against: Path, step: int | None) -> Subject:
+    """The other run at the same step, once it is known that both learnt the same text."""
+    ours, other = Subject.open(run, step), Subject.open(against, step)
     for subject in (ours, other):
         if subject.config.data.task != "text":
             raise ValueError(
@@ -103,13 +103,18 @@ def _comparable(run: Path, against: Path) -> Subject:
 
 
 def _on_the_same_text(
-    records: list[EvaluationRecord], other: Subject, data: Path | None, progress: bool
+    records: list[EvaluationRecord],
+    other: Subject,
+    step: int | None,
+    data: Path | None,
+    progress: bool,
 ) -> list[EvaluationRecord]:
     """The other run at the lengths of the records, native or soft."""
     found = evaluate(
         other.run,
         lengths=sorted({record.length for record in records}),
         routings=["soft" if other.routed else NATIVE],
+        step=step,
         data=data,
         tokens=records[0].tokens,
         progress=progress,

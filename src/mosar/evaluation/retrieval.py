@@ -25,20 +25,28 @@ from mosar.geometries import Fixed, RopeMask
 from mosar.records import Cell, RetrievalRecord
 
 
+def check_questions(
+    task: Task, train_length: int, lengths: Sequence[int], tokens: int, name: str = "tokens"
+) -> None:
+    """A ValueError where a length is too short for the task, or `tokens`, which is called `name`,
+    are fewer than a window."""
+    shortest, longest = min(lengths), max(lengths)
+    if shortest < task.shortest:
+        raise ValueError(
+            f"lengths must be at least {task.shortest} for {task.name} learnt at {train_length}, "
+            f"got {shortest}"
+        )
+    if tokens < longest:
+        raise ValueError(f"{name} must be at least {longest}, one window; got {tokens}")
+
+
 class Questions:
     """The windows that one evaluation asks: as many tokens at every length."""
 
     def __init__(self, subject: Subject, lengths: Sequence[int], tokens: int | None = None):
         self.task: Task = TASKS[subject.config.data.task](subject.train_length)
-        shortest, longest = min(lengths), max(lengths)
-        if shortest < self.task.shortest:
-            raise ValueError(
-                f"lengths must be at least {self.task.shortest} for {self.task.name} learnt at "
-                f"{subject.train_length}, got {shortest}"
-            )
-        self.tokens = default_tokens(subject) if tokens is None else tokens
-        if self.tokens < longest:
-            raise ValueError(f"tokens must be at least {longest}, one window; got {self.tokens}")
+        self.tokens = default_tokens(subject.config) if tokens is None else tokens
+        check_questions(self.task, subject.train_length, lengths, self.tokens)
 
     def windows(self, length: int) -> int:
         return self.tokens // length

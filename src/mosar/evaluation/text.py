@@ -23,6 +23,7 @@ from mosar.data.stream import TokenStream
 from mosar.evaluation.errors import EvaluationError
 from mosar.evaluation.subject import Subject
 from mosar.training.batches import data_fingerprint
+from mosar.training.config import RunConfig
 
 # The paper's 64 iterations at the training length, 32 at twice, 16 at four times.
 ITERATIONS = 64
@@ -30,9 +31,27 @@ ITERATIONS = 64
 PASS_TOKENS = 4096
 
 
-def default_tokens(subject: Subject) -> int:
+def default_tokens(config: RunConfig) -> int:
     """As many as 64 steps of the training see."""
-    return ITERATIONS * subject.config.tokens_per_step
+    return ITERATIONS * config.tokens_per_step
+
+
+def check_blocks(
+    stream: TokenStream, lengths: Sequence[int], tokens: int, name: str = "tokens"
+) -> int:
+    """The length of a block; an EvaluationError where the split holds none, a ValueError where
+    `tokens`, which is called `name`, are fewer than one."""
+    block = math.lcm(*lengths)
+    if stream.num_windows(block) < 1:
+        raise EvaluationError(
+            f"the validation split in {stream.folder} has {stream.num_tokens} tokens, too few for "
+            f"{_names(lengths, block)} (and one token more); give other --lengths"
+        )
+    if tokens < block:
+        raise ValueError(
+            f"{name} must be at least {block}, for {_names(lengths, block)}; got {tokens}"
+        )
+    return block
 
 
 class EvaluationText:
@@ -49,19 +68,9 @@ class EvaluationText:
         self.settings: DataConfig = subject.config.data
         self.stream = _open_stream(subject, data)
         self.device = subject.device
-        self.block = math.lcm(*lengths)
+        wanted = default_tokens(subject.config) if tokens is None else tokens
+        self.block = check_blocks(self.stream, lengths, wanted)
         there = self.stream.num_windows(self.block)
-        if there < 1:
-            raise EvaluationError(
-                f"the validation split in {self.stream.folder} has {self.stream.num_tokens} "
-                f"tokens, too few for {_names(lengths, self.block)}; give shorter --lengths"
-            )
-        wanted = default_tokens(subject) if tokens is None else tokens
-        if wanted < self.block:
-            raise ValueError(
-                f"tokens must be at least {self.block}, one block of the longest length; "
-                f"got {wanted}"
-            )
         number = min(there, wanted // self.block)
         self.blocks = np.arange(number) * there // number
 
@@ -104,5 +113,5 @@ def _open_stream(subject: Subject, data: Path | None) -> TokenStream:
 
 def _names(lengths: Sequence[int], block: int) -> str:
     if block == max(lengths):
-        return f"a window of {block} and the token after it"
+        return f"a window of {block}"
     return f"a block of {block}, which windows of {', '.join(map(str, lengths))} divide"

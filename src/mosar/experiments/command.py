@@ -38,7 +38,7 @@ def run_reproduce_command(
         lengths=lengths,
         eval_tokens=eval_tokens,
     )
-    if data is None and not default.exists():
+    if data is None and settings.reads_text and not default.exists():
         _prepare_default(default, progress)
     return run_experiment(settings, out, progress=progress)
 

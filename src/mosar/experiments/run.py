@@ -17,12 +17,20 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from mosar.data.manifest import Manifest
 from mosar.evaluation.evaluate import evaluate
 from mosar.experiments.progress import CellReporter, Display
 from mosar.experiments.record import training_record
 from mosar.experiments.settings import ExperimentSettings
-from mosar.experiments.work import evaluation_work, guess_seconds, spoken, training_work
+from mosar.experiments.work import (
+    count_cells,
+    evaluation_work,
+    guess_seconds,
+    spoken,
+    training_work,
+)
 from mosar.records import Cell, Record, TrainingRecord, environment, read_records
+from mosar.training.batches import data_fingerprint
 from mosar.training.checkpoints import list_steps, replace_synced
 from mosar.training.errors import TrainingInterrupted
 from mosar.training.loop import train
@@ -73,9 +81,9 @@ def _run(settings: ExperimentSettings, out: Path, progress: bool) -> ExperimentR
     work = {cell.name: _work(settings, cell) for cell in cells}
     display = Display(sum(work.values()), guess, enabled=progress)
     if finished:
-        display.say(f"{len(finished)} of {len(cells)} cells are finished already")
+        display.say(f"{len(finished)} of {count_cells(len(cells))} finished already")
     if waiting:
-        display.say(f"{len(waiting)} cells to run, {spoken(guess)} on this machine")
+        display.say(f"{count_cells(len(waiting))} to run, {spoken(guess)} on this machine")
     display.skip(sum(work[cell.name] for cell in finished))
     failed: dict[str, str] = {}
     with display.running():
@@ -146,6 +154,9 @@ def is_finished(settings: ExperimentSettings, cell: Cell, out: Path) -> bool:
             f"{out} holds {cell.name} of another configuration: {'; '.join(differing[:3])}; "
             "give another --out"
         )
+    if config.data.task == "text":
+        now = data_fingerprint(Manifest.read(settings.data))
+        _check_data(settings, out, trained.data.get("fingerprint", now), now)
     return True
 
 
@@ -167,11 +178,13 @@ def _open(settings: ExperimentSettings, out: Path) -> None:
     path = out / ASKED
     asked: dict[str, Any] = json.loads(json.dumps(settings.shared()))
     cells = [cell.name for cell in settings.cells()]
+    fingerprint = settings.data_fingerprint()
     if path.exists():
         try:
             there = json.loads(path.read_bytes())
             differing = [key for key in asked if there[key] != asked[key]]
             names = list(there["cells"])
+            known = there.get("data_fingerprint")
         except (ValueError, KeyError, TypeError):
             raise ExperimentError(f"{path} is not an experiment's; give another --out") from None
         if differing:
@@ -180,15 +193,28 @@ def _open(settings: ExperimentSettings, out: Path) -> None:
                 f"{out} holds an experiment with {key} {there[key]!r}, not {asked[key]!r}; give "
                 "another --out"
             )
+        _check_data(settings, out, known or fingerprint, fingerprint or known)
+        fingerprint = fingerprint or known
         cells = names + [name for name in cells if name not in names]
     content = {
         "schema": SCHEMA_VERSION,
         **asked,
         "data": settings.data.name,
+        "data_fingerprint": fingerprint,
         "cells": cells,
         "environment": environment(),
     }
     replace_synced(path, json.dumps(content, indent=1).encode() + b"\n")
+
+
+def _check_data(
+    settings: ExperimentSettings, out: Path, there: str | None, now: str | None
+) -> None:
+    if there != now:
+        raise ExperimentError(
+            f"{out} holds an experiment on other data than {settings.data}: the contents differ; "
+            "give the --data it was made with, or another --out"
+        )
 
 
 def _write_failure(out: Path, cell: Cell, error: str) -> None:

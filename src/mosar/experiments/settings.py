@@ -10,9 +10,16 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from mosar.data.manifest import Manifest
+from mosar.data.stream import TokenStream
+from mosar.data.tasks import TASKS
 from mosar.evaluation.choices import parse_lengths
-from mosar.geometries import GEOMETRIES, VARIANTS, Fixed, MoSAR, RopeMask
+from mosar.evaluation.errors import EvaluationError
+from mosar.evaluation.retrieval import check_questions
+from mosar.evaluation.text import check_blocks, default_tokens
+from mosar.geometries import GEOMETRIES, VARIANTS, Fixed, MoSAR, Rope, RopeMask
 from mosar.records import Cell
+from mosar.training.batches import data_fingerprint
 from mosar.training.config import (
     PRESETS,
     RunConfig,
@@ -25,6 +32,7 @@ LENGTHS = ("1x", "2x", "4x")
 # Keys of `attention.` that only some geometries read; a key that is not here is read by all.
 _REGIME_READERS, _GATE_READERS = (MoSAR, Fixed, RopeMask), (MoSAR, Fixed)
 _READERS: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("attention.rope_theta", "attention.rope_fraction"), (Rope,)),
     "attention.regimes": _REGIME_READERS,
     "attention.regime": (Fixed, RopeMask),
     **dict.fromkeys(("attention.barrier", "attention.exponent"), _GATE_READERS),
@@ -37,6 +45,8 @@ _READERS: dict[str, tuple[type, ...]] = {
         (MoSAR,),
     ),
 }
+# Keys that the experiment sets itself, and by which option.
+_TAKEN = {"train.seed": "--seeds", "data.seed": "--seeds", "data.folder": "--data"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,11 +114,12 @@ class ExperimentSettings:
         if self.seeds < 1:
             raise ValueError(f"seeds must be at least 1, got {self.seeds}")
         given = {change.partition("=")[0].strip() for change in self.changes}
-        taken = {"train.seed", "data.seed"} | ({self.grid.key} if self.grid else set())
-        if self.grid is not None and self.grid.key in ("train.seed", "data.seed"):
-            raise ValueError(f"{self.grid.key} is set by --seeds, it cannot be an axis")
-        if given & taken:
-            raise ValueError(f"{sorted(given & taken)[0]} is set by the experiment, not by --set")
+        if self.grid is not None and self.grid.key in _TAKEN:
+            key = self.grid.key
+            raise ValueError(f"{key} is set by {_TAKEN[key]}, it cannot be an axis")
+        taken = _TAKEN | ({self.grid.key: "--grid"} if self.grid else {})
+        for key in sorted(given & set(taken)):
+            raise ValueError(f"{key} is set by {taken[key]}, not by --set")
         if self.grid is not None and not any(map(self.grid.is_read_by, self.variants)):
             raise ValueError(
                 f"none of the variants {', '.join(self.variants)} reads {self.grid.key}"
@@ -129,8 +140,11 @@ class ExperimentSettings:
             return [{}]
         return [{self.grid.key: value} for value in self.grid.values]
 
-    def config(self, cell: Cell) -> RunConfig:
-        """The configuration of a cell; the data must be there."""
+    def config(self, cell: Cell, *, vocab_size: int | None = None) -> RunConfig:
+        """The configuration of a cell; of one that learns text, the data must be there.
+
+        `vocab_size`: taken for that of the data, which then need not be there.
+        """
         changes = [f"{key}={value}" for key, value in cell.grid.items()]
         changes += [f"train.seed={cell.seed}", f"data.seed={cell.seed}"]
         return resolve_config(
@@ -138,13 +152,36 @@ class ExperimentSettings:
             preset=cell.preset,
             data=self.data,
             changes=[*self.changes, *changes],
+            vocab_size=vocab_size,
         )
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether some cell learns text; tasks need no data."""
+        return any(self.config(cell, vocab_size=1).data.task == "text" for cell in self.cells())
+
+    def data_fingerprint(self) -> str | None:
+        """Of the contents of the data; None where no cell reads it."""
+        return data_fingerprint(Manifest.read(self.data)) if self.reads_text else None
 
     def check_cells(self) -> None:
         """A ValueError for what no cell could be run with, before the first one is."""
         for cell in self.cells():
-            config = self.config(cell)
-            parse_lengths(self.lengths, config.model.max_length)
+            self._check_evaluation(self.config(cell))
+
+    def _check_evaluation(self, config: RunConfig) -> None:
+        """What would otherwise be found out after hours of training."""
+        length = config.model.max_length
+        sizes = parse_lengths(self.lengths, length)
+        tokens = default_tokens(config) if self.eval_tokens is None else self.eval_tokens
+        if config.data.task != "text":
+            check_questions(TASKS[config.data.task](length), length, sizes, tokens, "eval_tokens")
+            return
+        try:
+            valid = TokenStream(self.data, "valid", verify=False)
+            check_blocks(valid, sizes, tokens, "eval_tokens")
+        except EvaluationError as error:
+            raise ValueError(str(error)) from None
 
     def shared(self) -> dict[str, Any]:
         """What all cells of one folder must have in common."""

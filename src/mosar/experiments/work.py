@@ -53,22 +53,28 @@ def guess_seconds(
     settings: ExperimentSettings, cells: list[Cell], steps_done: Callable[[Cell], int]
 ) -> float:
     """Seconds that the cells will take on this machine, from a few real steps of the first."""
-    if not cells:
-        return 0.0
-    config = settings.config(cells[0])
-    with torch.device("meta"):
-        parameters = sum(p.numel() for p in Decoder(config.model, config.attention).parameters())
-    try:
-        per_unit = _counted(parameters) if parameters > _LARGE else _measured(config)
-    except RuntimeError:
-        # What stops this cell is said when it is its turn; the others go on.
-        per_unit = _counted(parameters)
+    per_unit = _seconds_per_unit(settings, cells)
     work = 0.0
     for cell in cells:
         config = settings.config(cell)
         left = 1 - min(steps_done(cell) / config.train.steps, 1)
         work += left * training_work(config) + evaluation_work(settings, config)
     return work * per_unit * _OVERHEAD
+
+
+def _seconds_per_unit(settings: ExperimentSettings, cells: list[Cell]) -> float:
+    """Of the first cell that runs; 0 where none does."""
+    for cell in cells:
+        config = settings.config(cell)
+        try:
+            with torch.device("meta"):
+                decoder = Decoder(config.model, config.attention)
+            parameters = sum(parameter.numel() for parameter in decoder.parameters())
+            return _counted(parameters) if parameters > _LARGE else _measured(config)
+        except (RuntimeError, MemoryError, ValueError):
+            # What stops this cell is said when it is its turn; the others go on.
+            continue
+    return 0.0
 
 
 def _measured(config: RunConfig) -> float:
@@ -94,6 +100,11 @@ def _counted(parameters: int) -> float:
     torch.mm(a, b)
     rate = 2 * size**3 / max(time.perf_counter() - start, 1e-6)
     return 2 * parameters / (rate * _EFFICIENCY)
+
+
+def count_cells(number: int) -> str:
+    """ "1 cell", "3 cells"."""
+    return f"{number} cell{'' if number == 1 else 's'}"
 
 
 def spoken(seconds: float) -> str:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from mosar.core.config import MoSARConfig
 from mosar.records import Cell, EvaluationRecord, RetrievalRecord, TrainingRecord
-from mosar.report.experiment import Experiment
+from mosar.report.experiment import Experiment, task_of
 from mosar.report.palette import in_order
 from mosar.report.paper import paper
 
@@ -73,12 +73,13 @@ def perplexity_of(record: EvaluationRecord) -> float:
 class Comparison:
     """The cells that are compared with each other, and the figures of each variant.
 
-    These are the cells outside of any grid; of a variant that has none, those at `point`.
+    These are the cells outside of any grid; of a variant that has none, those at `point`. Cells
+    that learnt a task are compared only where none learnt text.
     """
 
     def __init__(self, experiment: Experiment):
         self.experiment = experiment
-        self.point, cells = _choose_cells(experiment.cells)
+        self.point, cells = _choose_cells(_of_text(experiment))
         self.cells = {cell.name: cell for cell in cells}
         self._records: dict[tuple[str, float, str], dict[int, EvaluationRecord]] = {}
         for record in experiment.evaluations:
@@ -125,8 +126,9 @@ class Comparison:
     def trainings(self) -> dict[str, dict[int, TrainingRecord]]:
         """By variant and seed."""
         found: dict[str, dict[int, TrainingRecord]] = {}
+        tasks = {task_of(record) for record in self.experiment.trainings.values()}
         for name, record in self.experiment.trainings.items():
-            if name in self.cells:
+            if name in self.cells and (task_of(record) == "text" or "text" not in tasks):
                 found.setdefault(record.cell.variant, {})[record.cell.seed] = record
         return {variant: found[variant] for variant in in_order(found)}
 
@@ -335,6 +337,13 @@ def mean_share(side: str, regime: int, *, top1: bool = False) -> Value:
         return statistics.fmean(layer[regime] for layer in layers) if layers else None
 
     return value
+
+
+def _of_text(experiment: Experiment) -> tuple[Cell, ...]:
+    """The cells that learnt text; all where none did."""
+    texts = (record for record in experiment.trainings.values() if task_of(record) == "text")
+    names = {record.cell.name for record in (*experiment.evaluations, *texts)}
+    return tuple(cell for cell in experiment.cells if not names or cell.name in names)
 
 
 def _choose_cells(cells: tuple[Cell, ...]) -> tuple[dict[str, Any], list[Cell]]:

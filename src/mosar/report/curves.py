@@ -120,11 +120,11 @@ def perplexity_by_position(c: Comparison, factor: float) -> Chart:
         look = looks[variant]
         series.append(Series(key=variant, label=look.label, look=look, points=tuple(points)))
     marks = (Mark(c.train_length, "training length"),) if c.train_length and factor > 1 else ()
+    beyond = ": what lies right of the mark was never seen in training" if marks else ""
     return Chart(
         name=f"perplexity_by_position_{factor:g}x",
         title="Perplexity by place in the window",
-        caption="Tokens grouped by their position: what lies right of the mark was never seen in "
-        "training.",
+        caption=f"Tokens grouped by their position in the window{beyond}.",
         cap=cap_of(series),
         x_label="position in the window",
         y_label="perplexity",
@@ -150,7 +150,7 @@ def retrieval(c: Comparison, task: str, length: int) -> Chart:
     reaches: dict[str, float] = {}
     for record in records:
         reaches |= record.reaches
-    farthest = max((row[1] for r in records for row in r.by_distance), default=0.0)
+    farthest = max((row[1] - 1 for r in records for row in r.by_distance), default=0.0)
     nearest = min((row[0] for r in records for row in r.by_distance), default=0.0)
     factor = factor_of(records[0]) if records else 1
     chance = statistics.fmean(record.chance for record in records) if records else 0.0
@@ -180,8 +180,8 @@ def _accuracies(records: list[RetrievalRecord]) -> Iterable[Point]:
             if answers:
                 bins.setdefault((start, end), {})[record.cell.seed] = accuracy
     for (start, end), values in sorted(bins.items()):
-        # The middle on a logarithmic axis; a bin may start at 0.
-        middle = math.sqrt(max(start, 1.0) * max(end, 1.0))
+        # The middle of its distances on a logarithmic axis; the end is the next bin's.
+        middle = math.sqrt(max(start, 1.0) * max(end - 1, 1.0))
         yield point(middle, Estimate(values), lambda value: share(value, 2))
 
 

@@ -4,6 +4,8 @@ DIR/records/**/*.jsonl   what the cells gave (or DIR/*.jsonl, where there is no 
 DIR/benchmarks/*.jsonl   optional
 DIR/failures/*.json      cells that failed
 DIR/experiment.json      what was asked for
+
+Or a run folder of mosar train: DIR/evaluations/*.json, what mosar evaluate found.
 """
 
 from __future__ import annotations
@@ -76,8 +78,12 @@ class Experiment:
     @property
     def unfinished(self) -> list[str]:
         """Cells that were asked for and have neither a record nor failed."""
-        asked = self.asked.get("cells")
-        known = {cell.name for cell in self.cells} | {failure.cell for failure in self.failures}
+        asked, preset = self.asked.get("cells"), self.asked.get("preset")
+        known = {failure.cell for failure in self.failures}
+        for record in (*self.trainings.values(), *self.evaluations, *self.retrievals):
+            # Another experiment's records may lie beside, of cells with the same names.
+            if preset in (None, record.cell.preset):
+                known.add(record.cell.name)
         return [str(name) for name in asked if name not in known] if isinstance(asked, list) else []
 
     @property
@@ -121,18 +127,23 @@ def load_experiment(folder: Path | str) -> Experiment:
 
 
 def _record_files(folder: Path) -> list[Path]:
-    inside, of_run = folder / "records", folder / "evaluations"
+    inside = folder / "records"
     if inside.is_dir():
         found = inside.rglob("*.jsonl")
-    elif (folder / "checkpoints").is_dir():
-        # A run folder; its metrics.jsonl is no record.
-        found = of_run.glob("*.json")
+    elif _is_run(folder):
+        # Its metrics.jsonl is no record.
+        found = (folder / "evaluations").glob("*.json")
     else:
         found = folder.glob("*.jsonl")
     return [
         *sorted(found),
         *sorted((folder / "benchmarks").glob("*.jsonl")),
     ]
+
+
+def _is_run(folder: Path) -> bool:
+    """Whether it is a folder of `mosar train`."""
+    return (folder / "checkpoints").is_dir()
 
 
 def _read_all(paths: Iterable[Path]) -> Iterable[Record]:
@@ -187,15 +198,16 @@ def _latest(records: Iterable[Any], key: Any) -> tuple[Any, ...]:
 def _by_cell(records: list[TrainingRecord]) -> dict[str, TrainingRecord]:
     """By name, those that learnt text first: a task's run beside one has its task in the name."""
     found: dict[str, TrainingRecord] = {}
-    for record in sorted(records, key=lambda r: (r.cell.name, _task(r) != "text")):
-        name, task = record.cell.name, _task(record)
-        if name in found and _task(found[name]) != task:
+    for record in sorted(records, key=lambda r: (r.cell.name, task_of(r) != "text")):
+        name, task = record.cell.name, task_of(record)
+        if name in found and task_of(found[name]) != task:
             name = f"{name} ({task})"
         found[name] = record
     return found
 
 
-def _task(record: TrainingRecord) -> str:
+def task_of(record: TrainingRecord) -> str:
+    """What it learnt: "text", or a task of retrieval."""
     data = record.config.get("data")
     return str(data.get("task", "text")) if isinstance(data, dict) else "text"
 
@@ -206,6 +218,11 @@ def _nothing_there(folder: Path, failures: tuple[Failure, ...]) -> str:
         return (
             f"no records in {folder}: all its cells failed, {first.cell} with: {first.error} "
             f"(mosar reproduce --out {folder} tries again)"
+        )
+    if _is_run(folder):
+        return (
+            f"no records in {folder}: it is a run that was not evaluated; "
+            f"do that with: mosar evaluate {folder}"
         )
     return (
         f"no records in {folder}: there is no records/*.jsonl; "

@@ -16,6 +16,8 @@ from mosar.report.series import DASHED, DOTTED, cap_of, noted, point
 from mosar.report.verdicts import reach_estimate
 
 PAPER = "paper"
+# Differences up to so many percent always fit: most of them are below zero.
+LEAST_CAP = 5.0
 
 
 def perplexity_by_length(c: Comparison) -> Chart:
@@ -45,6 +47,8 @@ def delta_by_length(c: Comparison) -> Chart:
         ours = _over_lengths(c, variant, lambda f, v=variant: c.delta(v, f), percent)
         if ours.points:
             series += [ours, _paper_series(c, variant, lambda f, v=variant: paper_delta(v, f))]
+    # The paper's p-RoPE, at +95 %, would press all the others together.
+    cap = cap_of(line for line in series if line.note != PAPER)
     return _by_length(
         c,
         name="delta_by_length",
@@ -55,6 +59,7 @@ def delta_by_length(c: Comparison) -> Chart:
         unit=" %",
         line_at=0.0,
         series=series,
+        cap=max(LEAST_CAP, cap or 0.0),
     )
 
 

@@ -44,7 +44,7 @@ _ICON = (
 def render_page(c: Comparison, sections: list[Section], figures: list[str]) -> str:
     """The whole document; `figures` are the names of the files that were made with it."""
     title = f"MoSAR: {c.experiment.name}"
-    looks = variant_looks(c.variants)
+    looks = variant_looks({*c.variants, *(record.cell.variant for record in c.retrievals)})
     body = "\n".join(_section(section, looks) for section in sections)
     return f"""<!doctype html>
 <html lang="en">
@@ -168,7 +168,10 @@ def _chart(chart: Chart) -> str:
 
 def _escaping(chart: Chart) -> str:
     """What is higher than the picture."""
-    said = [f"{series.label} (up to {point.text})" for series, point in escapes(chart)]
+    said = [
+        f"{series.label}{f', {series.note}' if series.note else ''} (up to {point.text})"
+        for series, point in escapes(chart)
+    ]
     # Of all lines, as at the start of training, the caption speaks itself.
     if not said or len(said) == len(chart.series):
         return ""

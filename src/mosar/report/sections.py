@@ -81,7 +81,7 @@ class Switch:
 
 @dataclass(frozen=True)
 class Supports:
-    """The geometries as grids of cells: the fixed ones, and a trained one layer by layer."""
+    """Supports as grids of cells: of one regime for all, and of a trained model by layer."""
 
     title: str
     caption: str
@@ -200,14 +200,16 @@ def _mechanism(c: Comparison) -> Section:
     block = fixed[0].block
     each = "a cell is one pair" if block == 1 else f"a cell is {block} × {block} pairs"
     source = (
-        "The last is what the trained model chose for the first tokens of the evaluation text."
+        "Each of the first is the support if every token has that regime; the last is what the "
+        "trained model chose for the first tokens of the evaluation text."
         if routed
-        else "No evaluation kept the choices of a trained model."
+        else "Each is the support if every token has that regime. No evaluation kept the choices "
+        "of a trained model."
     )
     supports = Supports(
-        "Geometries as cells",
-        f"Which keys (columns) each query (row) evaluates, over {tokens:,} tokens; {each}, and "
-        f"its shade the share that is inside. {source}",
+        "Supports as cells",
+        f"Which keys (columns) are in the support of each query (row), over {tokens:,} tokens; "
+        f"{each}, and its shade the share that is inside. {source}",
         tuple(fixed),
         tuple(routed),
         median_layer(routed),

@@ -146,7 +146,7 @@ def _retrieval(c: Comparison) -> str:
                 routing = "" if record.routing in ("soft", "native") else f", {record.routing}"
                 found.setdefault(record.cell.variant + routing, []).append(accuracy)
         means = {name: sum(values) / len(values) for name, values in found.items()}
-        looks = variant_looks(c.variants)
+        looks = variant_looks(record.cell.variant for record in c.retrievals)
         shown = [
             f"{looks[name].label} {percent(means[name] * 100, 0, signed=False)}"
             for name in sorted(means, key=lambda name: -means[name])

@@ -1,4 +1,4 @@
-"""Supports as grids of cells: which pairs of a query and a key are evaluated.
+"""Supports as grids of cells: which pairs of a query and a key sparse attention evaluates.
 
 A cell is one pair, or a square of pairs where there are more tokens than cells; its shade is the
 share of its causal pairs that are inside the support.
@@ -52,7 +52,7 @@ def fixed_grids(config: MoSARConfig, tokens: int) -> list[SupportGrid]:
     for index, regime in enumerate(config.regimes):
         labels = torch.full((tokens,), index)
         look = known.get(regime.name, looks[index])
-        grids.append(_grid(f"Fixed {regime.name}", look, labels, labels, config))
+        grids.append(_grid(f"every token {regime.name}", look, labels, labels, config))
     return grids
 
 
@@ -150,7 +150,7 @@ def grid_svg(grid: SupportGrid) -> str:
     stairs = "M0 0" + "".join(f"H{i + 1}V{i + 1}" for i in range(n)) + "H0Z"
     label = (
         f"{grid.title}: {percent(grid.density * 100, signed=False)} of the causal pairs of "
-        f"{grid.tokens} tokens are evaluated"
+        f"{grid.tokens} tokens are inside the support"
     )
     cells = "".join(
         f'<path class="cells" fill-opacity="{_SHADES[i]}" d="{"".join(path)}"/>'

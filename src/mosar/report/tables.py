@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -295,7 +294,8 @@ def sparse_table(c: Comparison) -> Table:
         name="sparse",
         title="Sparse execution",
         caption="Discarded mass: the share of a row's attention that top-1 routing has outside of "
-        "the support; mean and percentile are averaged over layers, the worst is of all rows. "
+        "the support. Mean: over the layers; 95th percentile: of the layer where it is highest; "
+        "the worst is of all rows. "
         "Times are of the forward passes of one evaluation, the routings taken in turn.",
         columns=columns,
         rows=tuple(rows),
@@ -311,10 +311,8 @@ def _sparse_row(c: Comparison, variant: str, factor: float, label: str) -> tuple
                 return found
         return None
 
-    def over_layers(name: str, join: Callable[[list[float]], float]):
-        return lambda r: (
-            join([layer[name] for layer in r.discarded_mass]) if r.discarded_mass else None
-        )
+    def highest(name: str) -> Callable[[EvaluationRecord], float | None]:
+        return lambda r: max((layer[name] for layer in r.discarded_mass), default=None)
 
     top1, sparse = (Setting(variant, factor, routing) for routing in ("top1", "sparse"))
     ratio = time_ratio(c, variant, factor)
@@ -323,8 +321,7 @@ def _sparse_row(c: Comparison, variant: str, factor: float, label: str) -> tuple
         _plain(times(factor), factor),
         _cell(exact_density(c, variant, factor), _four_share),
         _cell(mass(mean_mass), share),
-        _cell(mass(over_layers("p95", statistics.fmean)), share),
-        _cell(mass(over_layers("worst", max)), share),
+        *(_cell(mass(highest(name)), share) for name in ("p95", "worst")),
         _cell(c.relative(sparse, top1), lambda value: percent(value, 2)),
         *(_cell(c.estimate(s, lambda r: r.seconds), _tenths) for s in (top1, sparse)),
         _cell(ratio, lambda value: f"{number(value, 2)}×"),
