@@ -22,7 +22,9 @@ $(STAMP): pyproject.toml requirements/lock.txt
 		exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) '$(TORCH)'
-	$(PIP) '$(TORCH)' -e '.[data,dev,hf,report,tensorboard]'
+	$(PIP) '$(TORCH)' -e '.[data,dev,gpu,hf,report,tensorboard]'
+	@$(PIP) --only-binary :all: '$(TORCH)' -e '.[megatron]' || \
+		echo "megatron-core has no wheel for this Python: its adapter is not tested here" >&2
 	@touch $@
 
 reproduce: setup ## train and evaluate all eight variants, quick preset: runs/quick/report; about 15 minutes

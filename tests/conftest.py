@@ -7,6 +7,8 @@ import os
 
 # Some virtual machines report AMX and then kill the process that uses it (bfloat16 matmul).
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+# There is no GPU here: the GPU's kernels are interpreted. Triton reads this when it is imported.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import torch
 from hypothesis import settings

@@ -44,6 +44,8 @@ COMMANDS = [
     ("reproduce",),
     ("evaluate",),
     ("report",),
+    ("plan",),
+    ("retrofit",),
     ("generate",),
     ("export",),
     ("import",),

@@ -39,6 +39,12 @@ MAY_IMPORT = {
     "training": {
         *("torch", "numpy", "rich", "safetensors", "mosar.core", "mosar.data"),
         *("mosar.geometries", "mosar.model", "mosar.records", "mosar.training"),
+        # Only for several processes; for one, a test of tests/distributed finds them not loaded.
+        *("mosar.distributed.mesh", "mosar.distributed.team"),
+    },
+    "distributed": {
+        *("torch", "mosar.core", "mosar.distributed", "mosar.geometries", "mosar.model"),
+        "mosar.training",
     },
     "evaluation": {
         *("torch", "numpy", "rich", "mosar.attention", "mosar.core", "mosar.data"),
@@ -55,6 +61,23 @@ MAY_IMPORT = {
         *("torch", "mosar.attention", "mosar.core", "mosar.data", "mosar.generation"),
         *("mosar.geometries", "mosar.integrations", "mosar.model"),
         *("mosar.evaluation.choices", "mosar.evaluation.errors", "mosar.evaluation.subject"),
+    },
+    "planning": {
+        *("torch", "rich", "mosar.core", "mosar.geometries", "mosar.planning", "mosar.records"),
+        # What a run is configured with, never how it is trained.
+        *("mosar.model.config", "mosar.training.config"),
+    },
+    "integrations/megatron": {
+        *("torch", "megatron", "mosar.attention", "mosar.core", "mosar.integrations.megatron"),
+    },
+    "integrations/retrofit": {
+        *("torch", "numpy", "rich", "safetensors", "transformers", "mosar.attention"),
+        *("mosar.core", "mosar.data", "mosar.geometries", "mosar.integrations.retrofit"),
+        *("mosar.model", "mosar.records", "mosar.version"),
+        *("mosar.evaluation.choices", "mosar.evaluation.progress"),
+        # Run folders that survive interruption, not how decoders are trained.
+        *("mosar.training.checkpoints", "mosar.training.errors", "mosar.training.progress"),
+        *("mosar.training.run_folder", "mosar.training.stopping"),
     },
     "integrations/hf": {
         *("torch", "transformers", "tokenizers", "safetensors", "lm_eval", "mosar.attention"),

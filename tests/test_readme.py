@@ -12,11 +12,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import mosar
 from mosar import attention
 from mosar.cli import app
+from torchrun_commands import check_torchrun
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -55,6 +57,9 @@ def test_command_works(command, tmp_path, monkeypatch):
             ["make", "-n", *arguments], cwd=ROOT, env=environment, check=True, capture_output=True
         )
         return
+    if program == "torchrun":
+        check_torchrun(arguments)
+        return
     assert program == "mosar", f"no check for the command {shlex.join(command)}"
     monkeypatch.chdir(tmp_path)
     if arguments[0] == "figure":
@@ -64,6 +69,13 @@ def test_command_works(command, tmp_path, monkeypatch):
         assert out.stat().st_size > 0
     elif arguments[0] == "bench":
         result = CliRunner().invoke(app, make_tiny(arguments))
+        if "cuda" in arguments and not torch.cuda.is_available():
+            # All of it is understood, and the one thing that is missing is named.
+            assert result.exit_code == 1, result.output
+            assert result.stderr.startswith("mosar: error: --device cuda needs a GPU"), (
+                result.output
+            )
+            return
     else:
         result = CliRunner().invoke(app, [*arguments, "--help"])
     assert result.exit_code == 0, result.output

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from mosar.core.regimes import RegimeKernel, pair_geometry
     from mosar.core.routers import PostPositionRouter, forced_routing, top1_routing
     from mosar.core.worth_field import WorthField
+    from mosar.integrations.retrofit.entry import retrofit
 
 __all__ = [
     "MoSARConfig",
@@ -32,6 +33,7 @@ __all__ = [
     "mosar_attention",
     "normalized_reach_cost",
     "pair_geometry",
+    "retrofit",
     "top1_routing",
 ]
 
@@ -48,6 +50,7 @@ _MODULE_OF = {
     "mosar_attention": "mosar.attention",
     "normalized_reach_cost": "mosar.core.losses",
     "pair_geometry": "mosar.core.regimes",
+    "retrofit": "mosar.integrations.retrofit.entry",
     "top1_routing": "mosar.core.routers",
 }
 

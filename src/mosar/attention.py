@@ -23,7 +23,7 @@ from mosar.core.routers import top1_routing
 
 Routing = Literal["soft", "top1", "sparse"]
 ROUTINGS = ("soft", "top1", "sparse")
-IMPLEMENTATIONS = ("auto", "reference", "native", "tiled")
+IMPLEMENTATIONS = ("auto", "reference", "native", "tiled", "triton")
 # How far a row of routing probabilities may be from a simplex; a bf16 softmax is farther than this.
 _SIMPLEX_TOLERANCE = 1e-3
 # Biases beyond this are no numbers a softmax can use; -inf says that a pair does not exist.
@@ -99,11 +99,11 @@ def mosar_attention(
         output, lse = result.output, result.lse
     else:
         kernels = _kernels(impl)
-        if routing == "sparse":
+        by_plan = routing == "top1" and impl == "triton"
+        if routing == "sparse" or by_plan:
             labels_q, labels_k = pi_q.detach().argmax(dim=-1), pi_k.detach().argmax(dim=-1)
-            output, lse = kernels.sparse_attention(
-                q, k, v, labels_q, labels_k, config, layout, **options
-            )
+            attend = getattr(kernels, f"{routing}_attention")
+            output, lse = attend(q, k, v, labels_q, labels_k, config, layout, **options)
         else:
             if routing == "top1":
                 pi_q, pi_k = top1_routing(pi_q), top1_routing(pi_k)
@@ -271,6 +271,12 @@ def _choose_implementation(
     """The implementation that serves; "auto" chooses, a named one that cannot serve is refused."""
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl must be one of {IMPLEMENTATIONS}, got {impl!r}")
+    if impl == "triton" or (impl == "auto" and q.device.type == "cuda"):
+        obstacle = _triton_obstacle(q, learned)
+        if obstacle is None:
+            return "triton"
+        if impl == "triton":
+            raise ValueError(f"impl='triton' cannot serve: {obstacle}; use impl='auto'")
     if impl in ("native", "auto"):
         obstacle = None
         if q.device.type != "cpu":
@@ -296,12 +302,25 @@ def _native_obstacle() -> str | None:
     return native_obstacle()
 
 
+def _triton_obstacle(q: Tensor, learned: list[str] | None) -> str | None:
+    """Why the GPU kernels cannot serve; None where they can."""
+    if learned:
+        return f"it gives no gradient to {' and '.join(learned)}"
+    from mosar.kernels.triton import obstacle
+
+    return obstacle(q)
+
+
 def _kernels(impl: str):
     """The module of an implementation, imported when it is first used."""
     if impl == "native":
         from mosar.kernels import native
 
         return native
+    if impl == "triton":
+        from mosar.kernels.triton import callers
+
+        return callers
     from mosar.kernels import tiled
 
     return tiled

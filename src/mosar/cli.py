@@ -219,12 +219,45 @@ def train(
             config = choose_config(out, variant, preset, data, changes or [])
             run_train_command(config, out, progress=progress, resume=resume)
         except TrainingInterrupted as error:
-            typer.echo(f"mosar: {error}", err=True)
+            if not error.is_told_elsewhere:
+                typer.echo(f"mosar: {error}", err=True)
             raise typer.Exit(error.exit_code) from None
         except (DataError, TrainingError) as error:
+            if isinstance(error, TrainingError) and error.is_told_elsewhere:
+                raise typer.Exit(1) from None
             raise CommandFailed(str(error)) from None
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
+
+
+@app.command("consolidate")
+def consolidate(
+    run: Annotated[Path, typer.Argument(help="A run folder of mosar train.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="The run folder to make.")],
+    step: Annotated[
+        int | None,
+        typer.Option(min=0, help="A checkpoint; by default the newest.", show_default=False),
+    ] = None,
+) -> None:
+    """Make a plain run folder of one that several processes wrote.
+
+    Evaluating and going on read either kind; this one is for tools that expect a checkpoint as
+    model.safetensors. It takes one machine with room for the parameters.
+
+    Example: mosar consolidate runs/cluster --out runs/plain
+    """
+    with _one_line_errors():
+        from mosar.training.consolidate import consolidate as make_plain
+        from mosar.training.errors import TrainingError
+
+        try:
+            made = make_plain(run, out, step)
+        except TrainingError as error:
+            raise CommandFailed(str(error)) from None
+        except OSError as error:
+            reason = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+            raise CommandFailed(reason) from None
+        typer.echo(f"{out}: step {made} of {run}")
 
 
 @app.command("evaluate")
@@ -258,7 +291,10 @@ def evaluate(
     ] = None,
     against: Annotated[
         Path | None,
-        typer.Option(help="Another run: also show the difference from it.", show_default=False),
+        typer.Option(
+            help="Another run: also show the difference from it, at the same --step if given.",
+            show_default=False,
+        ),
     ] = None,
     details: Annotated[
         bool, typer.Option("--details", help="Also show positions and layers.")
@@ -266,6 +302,31 @@ def evaluate(
     force: Annotated[
         bool, typer.Option("--force", help="Compute again what the run folder already has.")
     ] = False,
+    documents: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Retrofitted models: read the beginnings of so many documents, long enough ones.",
+            show_default=False,
+        ),
+    ] = None,
+    baseline_windows: Annotated[
+        str | None,
+        typer.Option(
+            metavar="REACHES",
+            help="Retrofitted models: fixed windows to compare with, like 128,512.",
+            show_default=False,
+        ),
+    ] = None,
+    timing: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            metavar="ROUNDS",
+            help="Retrofitted models: rounds of timing; by default 3, 0: none.",
+            show_default=False,
+        ),
+    ] = None,
     json: Annotated[
         Path | None, typer.Option(help="Append the records to this file.", show_default=False)
     ] = None,
@@ -277,13 +338,16 @@ def evaluate(
     """Evaluate a run: perplexity by length and routing, reach, density, discarded mass.
 
     Every length predicts the same validation text. A run that learnt a task (data.task) is asked
-    for its accuracy by distance instead. Records go into RUN/evaluations.
+    for its accuracy by distance instead. Records go into RUN/evaluations. A folder of mosar
+    retrofit is compared with its base model, also in speed and cache; RUN/report.md says it all.
 
     Example: mosar evaluate runs/mosar
 
     Example: mosar evaluate runs/mosar --lengths 1x,8x --routing top1,sparse --details
 
     Example: mosar evaluate runs/mosar --against runs/rope
+
+    Example: mosar evaluate runs/smollm2 --lengths 2048,8192 --baseline-windows 128,512,1088
     """
     with _one_line_errors():
         import torch
@@ -294,6 +358,16 @@ def evaluate(
 
         if threads is not None:
             torch.set_num_threads(threads)
+        if (run / "adapter.json").is_file():
+            options = {"lengths": lengths, "routing": routing, "data": data, "tokens": tokens}
+            options |= {"documents": documents, "windows": baseline_windows, "timing": timing}
+            options |= {"force": force, "json": json, "progress": progress}
+            foreign = {"--step": step, "--against": against, "--details": details or None}
+            _refuse_options(foreign, "is for runs of mosar train, and this was retrofitted")
+            _evaluate_retrofitted(run, **options)
+            return
+        own = {"--documents": documents, "--baseline-windows": baseline_windows, "--timing": timing}
+        _refuse_options(own, "is for retrofitted models")
         try:
             run_evaluate_command(
                 run,
@@ -317,6 +391,68 @@ def evaluate(
             raise CommandFailed(reason) from None
         except KeyboardInterrupt:
             raise CommandFailed("stopped; what was finished is in the run folder") from None
+
+
+def _refuse_options(given: dict[str, object], why: str) -> None:
+    for option, value in given.items():
+        if value is not None:
+            raise typer.BadParameter(f"{option} {why}")
+
+
+def _evaluate_retrofitted(
+    folder: Path,
+    *,
+    lengths: str,
+    routing: str | None,
+    data: Path | None,
+    tokens: int | None,
+    documents: int | None,
+    windows: str | None,
+    timing: int | None,
+    force: bool,
+    json: Path | None,
+    progress: bool,
+) -> None:
+    """What `mosar evaluate` does with a folder of `mosar retrofit`."""
+    from mosar.data.errors import DataError
+    from mosar.integrations.retrofit.errors import RetrofitError
+
+    try:
+        from mosar.integrations.retrofit.command import run_evaluate_retrofitted
+
+        run_evaluate_retrofitted(
+            folder,
+            lengths=_listed(lengths),
+            routings=None if routing is None else _listed(routing),
+            data=data,
+            tokens=tokens,
+            documents=documents,
+            windows=() if windows is None else _numbers("--baseline-windows", windows),
+            rounds=3 if timing is None else timing,
+            force=force,
+            json=json,
+            progress=progress,
+        )
+        _report_retrofitted(folder)
+    except (DataError, RetrofitError) as error:
+        raise CommandFailed(str(error)) from None
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    except OSError as error:
+        reason = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        raise CommandFailed(reason) from None
+
+
+def _report_retrofitted(folder: Path) -> None:
+    """Writes and prints the report of a retrofitted run, or of a folder that holds some."""
+    from mosar.report.retrofit import write_retrofit_report
+
+    try:
+        path = write_retrofit_report(folder)
+    except ModuleNotFoundError as error:
+        raise _without_matplotlib(error) from None
+    typer.echo(path.read_text(encoding="utf-8"))
+    typer.echo(f"report in {path}")
 
 
 @app.command("reproduce")
@@ -450,11 +586,21 @@ def report(
     index.html needs nothing else and no network; tables.md and tables.tex hold its tables,
     figures/ its figures as .png and .svg. Only records are read; equal records give equal files.
 
+    Of retrofitted models, one or a folder of several, report.md and their frontier are written.
+
     Example: mosar report runs/small
 
     Example: mosar report results/small --out small-report
     """
     with _one_line_errors():
+        if any(folder.glob("adapter.json")) or any(folder.glob("*/adapter.json")):
+            if out is not None:
+                raise typer.BadParameter("--out is for experiments; a retrofit's is in its folder")
+            try:
+                _report_retrofitted(folder)
+            except (OSError, ValueError, KeyError) as error:
+                raise CommandFailed(" ".join(str(error).split())) from None
+            return
         _show_report(folder, out)
 
 
@@ -479,12 +625,273 @@ def _show_report(folder: Path, out: Path | None) -> None:
     typer.echo(f"The report: {page}")
 
 
+@app.command("plan")
+def plan(
+    preset: Annotated[str, typer.Option(help="smoke, quick, small, retrieval or paper.")] = "paper",
+    variant: Annotated[
+        str,
+        typer.Option(
+            help="rope, alibi, p-rope, fixed-s, fixed-m, rope-m-mask, mosar or mosar-cost."
+        ),
+    ] = "mosar",
+    context: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Tokens of a window; by default the preset's.", show_default=False
+        ),
+    ] = None,
+    gpus: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Ranks; by default --data x --shard x --tensor.", show_default=False
+        ),
+    ] = None,
+    data: Annotated[
+        int | None,
+        typer.Option(min=1, help="Copies of the model (DDP).", show_default="chosen"),
+    ] = None,
+    shard: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Ranks that divide parameters and optimizer (FSDP).", show_default="chosen"
+        ),
+    ] = None,
+    tensor: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Ranks that divide heads and feed-forward.", show_default="chosen"
+        ),
+    ] = None,
+    windows: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Windows of an update, on all ranks; by default the preset's, or one a rank.",
+            show_default=False,
+        ),
+    ] = None,
+    memory: Annotated[
+        float, typer.Option(min=0.001, help="GiB that a rank has; chooses the mesh.")
+    ] = 80.0,
+    density: Annotated[
+        str | None,
+        typer.Option(
+            help="Which support density: paper or small (packaged figures), a number, or a folder "
+            "with records of mosar evaluate.",
+            show_default=False,
+        ),
+    ] = None,
+    changes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="A change like train.precision=bf16; may be given again. Keys: docs/training.md.",
+            show_default=False,
+        ),
+    ] = None,
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", help="Write the plan as JSON; - for stdout, without the tables."),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="Draw how attention's cost grows: FILE.png, .svg or .pdf."),
+    ] = None,
+) -> None:
+    """Estimate a run before it runs: parameters, operations, memory, communication, context.
+
+    Pencil and paper: nothing is trained or timed. Every line says whether it is exact, measured or
+    modelled, and by which rule. Sizes of the mesh that are not given are chosen: the simplest one
+    whose memory fits. The regimes stay those of the preset's training length, as in an evaluation
+    at a longer context; --set model.max_length=8192 scales them.
+
+    Example: mosar plan --preset paper --context 8192 --gpus 64
+
+    Example: mosar plan --preset paper --gpus 8 --tensor 8 --memory 40 --set train.precision=bf16
+
+    Example: mosar plan --preset small --variant mosar-cost --density results/small --json plan.json
+
+    Example: mosar plan --preset paper --context 16384 --plot plan.png
+    """
+    with _one_line_errors():
+        import json
+
+        from mosar.planning.command import plan_command
+        from mosar.planning.errors import PlanError
+
+        suffix = None if plot is None else _figure_suffix("--plot", plot)
+        try:
+            made = plan_command(
+                preset=preset,
+                variant=variant,
+                context=context,
+                gpus=gpus,
+                data=data,
+                shard=shard,
+                tensor=tensor,
+                windows=windows,
+                memory=memory,
+                density=density,
+                changes=changes or [],
+            )
+        except PlanError as error:
+            raise CommandFailed(str(error)) from None
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+        values = made.to_dict()
+        if plot is not None and suffix is not None:
+            from mosar.report.figures import render_figure
+            from mosar.report.plan_chart import draw_plan
+
+            section = "operations of a token"
+            rest = sum(made.value(section, f"{name}, forward") for name in ("matrices", "routers"))
+            title = f"{variant}, preset {preset}, training length {made.config.model.max_length:,}"
+            figure = draw_plan(values["attention_by_context"], rest, title)
+            _write_whole(plot, render_figure(figure, suffix))
+        if json_file is not None and str(json_file) != "-":
+            _write_whole(json_file, (json.dumps(values, indent=1) + "\n").encode())
+        if str(json_file) == "-":
+            typer.echo(json.dumps(values, indent=1))
+            return
+        from rich.console import Console
+
+        from mosar.planning.text import print_plan
+
+        print_plan(made, Console())
+
+
+@app.command("retrofit")
+def retrofit(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A causal model of transformers: a folder, a GGUF file or a name on the hub.",
+            show_default=False,
+        ),
+    ],
+    out: Annotated[
+        Path, typer.Option(help="The run folder; one that holds this run is gone on with.")
+    ],
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Text as mosar prepare takes it, or a dataset it made with the model's tokenizer; "
+            "may be given again. By default stdlib.",
+            show_default=False,
+        ),
+    ] = None,
+    target_density: Annotated[
+        float | None,
+        typer.Option(
+            help="The share of pairs that sparse routing should read; by default 0.25.",
+            show_default=False,
+        ),
+    ] = None,
+    length: Annotated[
+        int | None,
+        typer.Option(help="Tokens of a window; by default 4096.", show_default=False),
+    ] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(help="Windows to learn from; by default 20.", show_default=False),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help="A MoSARConfig as JSON: reaches, groups, sinks. By default by the model.",
+            show_default=False,
+        ),
+    ] = None,
+    changes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="A change like updates=4; may be given again. Keys: docs/retrofit.md.",
+            show_default=False,
+        ),
+    ] = None,
+    start_from: Annotated[
+        Path | None,
+        typer.Option(
+            help="Another run to begin with the routers of: for another density, fewer steps do.",
+            show_default=False,
+        ),
+    ] = None,
+    text_field: Annotated[
+        str, typer.Option(help="The field with the text, in JSON, parquet and hf: sources.")
+    ] = "text",
+    evaluate: Annotated[
+        bool, typer.Option(help="Afterwards: perplexity, prefill time and cache.")
+    ] = True,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Threads of torch; by default as torch chooses.")
+    ] = None,
+    progress: Annotated[bool, typer.Option(help="Show progress on stderr.")] = True,
+) -> None:
+    """Give a pretrained model routers: train them alone, the model stays as it is.
+
+    The routers learn from the model's own attention, layer by layer. --out gets an adapter of a few
+    MB that mosar evaluate and mosar generate take. Ctrl-C saves first; the same command goes on.
+
+    Example: mosar retrofit HuggingFaceTB/SmolLM2-135M --data articles.jsonl.gz --out runs/smollm2
+
+    Example: mosar retrofit model.gguf --data book.txt --out runs/mine --target-density 0.1
+
+    Example: mosar retrofit models/mine --out runs/try --length 1024 --steps 10 --no-evaluate
+    """
+    with _one_line_errors():
+        import torch
+
+        from mosar.data.errors import DataError
+        from mosar.training.errors import TrainingError, TrainingInterrupted
+
+        geometry = None if config is None else _load_config(config, None)
+        try:
+            from mosar.integrations.retrofit.command import resolve_settings, run_retrofit_command
+            from mosar.integrations.retrofit.errors import RetrofitError
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] != "transformers":
+                raise
+            raise CommandFailed(
+                'retrofitting needs transformers, which is not installed: pip install "mosar[hf]"'
+            ) from None
+        if threads is not None:
+            torch.set_num_threads(threads)
+        try:
+            settings = resolve_settings(target_density, length, steps, changes or [])
+            run_retrofit_command(
+                model,
+                data or ["stdlib"],
+                out,
+                settings=settings,
+                geometry=geometry,
+                start_from=start_from,
+                text_field=text_field,
+                evaluate=evaluate,
+                progress=progress,
+            )
+            if evaluate:
+                _report_retrofitted(out)
+        except TrainingInterrupted as error:
+            typer.echo(f"mosar: {error}", err=True)
+            raise typer.Exit(error.exit_code) from None
+        except (DataError, RetrofitError, TrainingError) as error:
+            raise CommandFailed(str(error)) from None
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+        except OSError as error:
+            reason = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+            raise CommandFailed(reason) from None
+
+
 @app.command("generate")
 def generate(
     model: Annotated[
         Path,
         typer.Argument(
-            help="A run folder of mosar train or a folder of mosar export.",
+            help="A run folder of mosar train, a folder of mosar export, or a retrofitted model.",
             show_default=False,
         ),
     ],
@@ -508,7 +915,9 @@ def generate(
             show_default=False,
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Equal seeds write equal texts.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**63 - 1, help="Equal seeds write equal texts.")
+    ] = 0,
     routing: Annotated[
         str | None,
         typer.Option(
@@ -571,6 +980,10 @@ def generate(
         except BrokenPipeError:
             # Whoever read the text has read enough.
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        except OSError as error:
+            # What could not be written must not be tried again at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            raise CommandFailed(error.strerror or str(error)) from None
         except KeyboardInterrupt:
             typer.echo()
             raise typer.Exit(130) from None
@@ -719,8 +1132,9 @@ def bench_attention(
     competitors: Annotated[
         str | None,
         typer.Option(
-            help="Some of sdpa, reference, flex, flex-sorted, ours. By default all; compiling "
-            "FlexAttention takes ten seconds a length, so only from 1024 to 4096 tokens."
+            help="Some of sdpa, flash (GPU), reference, flex, flex-sorted, ours. By default all; "
+            "compiling FlexAttention takes ten seconds a length, so on the CPU only from 1024 to "
+            "4096 tokens."
         ),
     ] = None,
     labels: Annotated[
@@ -735,6 +1149,14 @@ def bench_attention(
         typer.Option(
             help="Tokens at which peak memory is measured, or none. By default 8192, or the "
             "largest of --lengths up to it."
+        ),
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu, or cuda for a GPU (CUDA or HIP).")] = "cpu",
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="float32, bfloat16 or float16. By default float32 on the CPU, else bfloat16.",
+            show_default=False,
         ),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of labels, queries, keys and values.")] = 0,
@@ -767,6 +1189,8 @@ def bench_attention(
     Example: mosar bench attention --mode soft-train,distance-train --shapes 8x1x256
 
     Example: mosar bench attention --labels clustered --json bench.jsonl --plot speedup.png
+
+    Example: mosar bench attention --device cuda --mode sparse,sparse-train,soft-train
     """
     with _one_line_errors():
         geometry = _load_config(config, None)
@@ -787,6 +1211,8 @@ def bench_attention(
                 seed=seed,
                 seconds=seconds,
                 config=geometry,
+                device=device,
+                dtype=dtype,
             )
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None

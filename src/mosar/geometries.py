@@ -245,8 +245,12 @@ class Alibi(Geometry):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, *, routing: Routing, **options: Any
     ) -> Attended:
-        slopes = torch.tensor(alibi_slopes(self.shape.num_heads), dtype=_wide(q), device=q.device)
+        slopes = torch.tensor(self.slopes(), dtype=_wide(q), device=q.device)
         return distance_attention(q, k, v, slopes=slopes, **options), None
+
+    def slopes(self) -> list[float]:
+        """One a query head."""
+        return list(alibi_slopes(self.shape.num_heads))
 
 
 class Fixed(Rope):
@@ -315,8 +319,13 @@ class MoSAR(Rope):
         else:
             # Labels come from the logits: two may differ where their probabilities tie.
             pi_q, pi_k = top1_routing(routed.query.logits), top1_routing(routed.key.logits)
-        out = mosar_attention(q, k, v, pi_q, pi_k, self.config, routing=routing, **options)
-        return out, routed
+        return self.attend_routed(q, k, v, pi_q, pi_k, routing=routing, **options), routed
+
+    def attend_routed(
+        self, q: Tensor, k: Tensor, v: Tensor, pi_q: Tensor, pi_k: Tensor, **options: Any
+    ) -> Any:
+        """Attention along the routing, [B, H, T, D]."""
+        return mosar_attention(q, k, v, pi_q, pi_k, self.config, **options)
 
     def attend_cached(
         self,

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from benchmark_records import make_benchmark, make_wrong_benchmark
 from mosar.attention import mosar_attention
-from mosar.bench import attention, cases
+from mosar.bench import attention, cases, memory
 from mosar.bench.attention import AttentionBenchmarkSettings, run_attention_benchmark
 from mosar.bench.cases import MODES, Case, Shape, build_problem
 from mosar.bench.correctness import check_problem
@@ -189,7 +189,7 @@ def test_memory_holds_at_least_the_output():
 
 
 def test_memory_alone_makes_a_row(monkeypatch):
-    monkeypatch.setattr(attention, "measure_peak", lambda case, name: {"sdpa": 2, "ours": 3}[name])
+    monkeypatch.setattr(memory, "measure_peak", lambda case, name: {"sdpa": 2, "ours": 3}[name])
     settings = replace(SETTINGS, lengths=(40,), memory_lengths=(64,))
     timed, remembered = run_attention_benchmark(settings)
     assert (timed.memory_ratio, remembered.memory_ratio) == (None, 1.5)

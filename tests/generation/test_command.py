@@ -5,7 +5,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from integrations.hf.conftest import dataset, run  # noqa: F401
+from integrations.hf.conftest import bpe_dataset, dataset, run  # noqa: F401
 from mosar.cli import app
 
 pytest.importorskip("transformers", reason="exported models need transformers")
@@ -57,7 +57,7 @@ def test_routings_are_taken(run):  # noqa: F811
     assert texts["soft"] != texts["sparse"]
 
 
-def test_failures_are_one_line(run, tmp_path):  # noqa: F811
+def test_failures_are_one_line(run, bpe_dataset, tmp_path):  # noqa: F811
     source = run("rope")
     task = run("mosar", None, "data.task=recall", "model.max_length=64", "model.vocab_size=200")
     empty = tmp_path / "empty"
@@ -81,6 +81,9 @@ def test_failures_are_one_line(run, tmp_path):  # noqa: F811
         (source, ("--top-k", 0), 2, "top-k"),
         (source, ("--temperature", -1), 2, "temperature"),
         (source, ("--max-new-tokens", 0), 2, "max-new-tokens"),
+        (source, ("--seed", 2**64), 2, "seed"),
+        (source, ("--data", bpe_dataset), 1, "is not the data that"),
+        (source, ("--prompt", "\udcff"), 2, "must be UTF-8 text"),
     ):
         result = generate(folder, "--prompt", "x", *options)
         assert result.exit_code == code, (options, result.output)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from mosar.core.hard_domain import build_hard_domain
 from mosar.geometries import VARIANTS
 from mosar.model.generation import DecoderReader, Sampling, write_tokens
+from mosar.model.label_log import LabelLog
 
 from .models import small_decoder
 from .test_decoder import make_lively
@@ -148,3 +149,12 @@ def test_wrong_values_are_named():
         DecoderReader(decoder).read([3, 61])
     with pytest.raises(ValueError, match="logits are not finite"):
         Sampling().choose(torch.tensor([0.0, float("nan")]), torch.Generator())
+
+
+def test_labels_are_kept_a_byte_each():
+    log, parts = LabelLog(), torch.randint(3, (1, 2, 700)).split([1, 300, 1, 398], dim=-1)
+    for part in parts:
+        log.append(part)
+    assert len(log) == 700
+    assert torch.equal(log.labels, torch.cat(parts, dim=-1))
+    assert log._kept.nbytes <= 2 * 2 * 700 and log._kept.dtype == torch.uint8

@@ -114,7 +114,7 @@ def test_nothing_is_unpickled(tmp_path):
     path.write_bytes(pickle.dumps(Trap()))
     state_path = path.with_name("state.json")
     state = json.loads(state_path.read_text())
-    state["checksums"][FILES[1]] = checkpoints._sha256(path)
+    state["checksums"][FILES[1]] = checkpoints.file_checksum(path)
     state.pop("checksum")
     state_path.write_text(json.dumps(state | {"checksum": checkpoints._seal(state)}))
     with pytest.raises(Exception, match=r"(?i)header"):

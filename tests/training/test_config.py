@@ -185,7 +185,7 @@ def test_the_fingerprint_tells_results_apart_and_nothing_else():
 def test_every_key_is_known_and_documented():
     keys = known_keys()
     assert set(keys) == set(resolve().flat())
-    assert len(SECTIONS) == 4
+    assert len(SECTIONS) == 5
 
 
 def test_train_config_alone():

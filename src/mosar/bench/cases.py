@@ -59,6 +59,9 @@ class Case:
     labels: str = "independent"
     seed: int = 0
     config: MoSARConfig = field(default_factory=MoSARConfig)
+    device: str = "cpu"
+    dtype: str = "float32"
+    """Of q, k and v."""
 
     @property
     def trains(self) -> bool:
@@ -99,7 +102,8 @@ def build_problem(case: Case) -> Problem:
     shape, length = case.shape, case.length
 
     def normal(heads: int) -> Tensor:
-        return torch.randn(1, heads, length, shape.head_dim, generator=generator)
+        drawn = torch.randn(1, heads, length, shape.head_dim, generator=generator)
+        return drawn.to(case.device, getattr(torch, case.dtype))
 
     q, k, v = normal(shape.heads), normal(shape.kv_heads), normal(shape.kv_heads)
     regimes = case.config.num_regimes
@@ -111,6 +115,7 @@ def build_problem(case: Case) -> Problem:
         pi_q, pi_k = torch.softmax(logits, dim=-1).unbind()
     else:
         pi_q = pi_k = forced_routing(case.config, case.config.global_index, 1, length)
+    pi_q, pi_k = pi_q.to(case.device), pi_k.to(case.device)
     problem = Problem(case, q, k, v, pi_q, pi_k, normal(shape.heads) if case.trains else q)
     if case.trains:
         for leaf in problem.leaves:
@@ -143,6 +148,13 @@ def attend_dense(problem: Problem) -> Tensor:
     )
 
 
+def _attend_flash(problem: Problem) -> Tensor:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return attend_dense(problem)
+
+
 def solve(
     problem: Problem, forward: Callable[[Problem], Tensor], leaves: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...]:
@@ -155,7 +167,9 @@ def solve(
 
 
 def call_of(problem: Problem, competitor: str) -> Callable[[], tuple[Tensor, ...]]:
-    """The timed call of "sdpa", "reference" or "ours"."""
+    """The timed call of "sdpa", "flash", "reference" or "ours"."""
+    if competitor == "flash":
+        return lambda: solve(problem, _attend_flash, problem.leaves[:3])
     if competitor == "sdpa":
         return lambda: solve(problem, attend_dense, problem.leaves[:3])
     impl = {"ours": "auto", "reference": "reference"}[competitor]

@@ -1,6 +1,6 @@
 """Is a result right? Rows of it against the float64 definition, before anything is timed.
 
-    error(ours) <= 2 error(plain PyTorch, float32) + 4 eps max|exact|
+    error(ours) <= 2 error(plain PyTorch, same dtype) + 4 eps max|exact|
 
 The dense definition of a few query rows costs little at any length. With a gradient of the output
 that is zero elsewhere, the gradients of q, k, v and of the routing follow from these rows alone.
@@ -36,21 +36,25 @@ def check_problem(problem: Problem) -> dict[str, ErrorCheck]:
 
 def check_rows(problem: Problem, rows: Tensor) -> dict[str, ErrorCheck]:
     """Our error and its budget at these query rows, by tensor."""
-    chosen = torch.zeros(problem.case.length, dtype=torch.bool)
+    chosen = torch.zeros(problem.case.length, dtype=torch.bool, device=problem.q.device)
     chosen[rows] = True
     masked = replace(problem, dout=problem.dout * chosen[:, None])
     ours = solve(masked, attend, masked.leaves)
-    exact, plain = (_dense_rows(problem, rows, dtype) for dtype in (torch.float64, torch.float32))
+    exact, plain = (_dense_rows(problem, rows, dtype) for dtype in (torch.float64, problem.q.dtype))
     checks = {}
     for name, mine, theirs, truth in zip(NAMES, ours, plain, exact, strict=False):
-        checks[name] = error_check(_take(name, mine, rows), theirs, truth)
+        checks[name] = error_check(
+            _take(name, mine, rows), theirs, truth, torch.finfo(problem.q.dtype).eps
+        )
     return checks
 
 
-def error_check(ours: Tensor, plain: Tensor, exact: Tensor) -> ErrorCheck:
+def error_check(
+    ours: Tensor, plain: Tensor, exact: Tensor, eps: float = torch.finfo(torch.float32).eps
+) -> ErrorCheck:
     """Our largest error and its budget, from plain PyTorch's result and the exact one."""
     budget = 2 * _distance(plain, exact)
-    budget += 4 * torch.finfo(torch.float32).eps * float(exact.abs().max())
+    budget += 4 * eps * float(exact.abs().max())
     error = _distance(ours, exact)
     return ErrorCheck(error=error if math.isfinite(error) else None, budget=budget)
 
@@ -65,7 +69,9 @@ def _dense_rows(problem: Problem, rows: Tensor, dtype: torch.dtype) -> tuple[Ten
     """Output and gradients of the dense definition with only these queries."""
 
     def cast(tensor: Tensor, name: str) -> Tensor:
-        tensor = _take(name, tensor.detach(), rows).to(dtype)
+        # Routings are float32 whatever q is.
+        wide = torch.promote_types(dtype, torch.float32) if name.startswith("dpi") else dtype
+        tensor = _take(name, tensor.detach(), rows).to(wide)
         return tensor.requires_grad_(problem.case.trains)
 
     few = replace(
@@ -76,7 +82,7 @@ def _dense_rows(problem: Problem, rows: Tensor, dtype: torch.dtype) -> tuple[Ten
         pi_q=cast(problem.pi_q, "dpi_q"),
         pi_k=cast(problem.pi_k, "dpi_k"),
         dout=_take("out", problem.dout, rows).to(dtype),
-        query_positions=rows[None],
+        query_positions=rows[None].to(problem.q.device),
     )
     return solve(few, lambda given: attend(given, "reference"), few.leaves)
 

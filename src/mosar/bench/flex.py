@@ -15,13 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mosar.bench.cases import Case, Problem
+from mosar.bench.cases import Case, Problem, solve
 from mosar.core.layout import resolve_layout
 from mosar.core.regimes import pair_geometry, support_reach
 from mosar.kernels.plan import build_plan, sparse_plan_input
 
-# Smaller blocks than the usual 128 skip more of a sorted support and measure faster here.
-BLOCK = 64
+# On the CPU smaller blocks than the usual 128 skip more of a sorted support and measure faster.
+_BLOCKS = {"cpu": 64, "cuda": 128}
 _FLAT = 1e30
 
 
@@ -32,11 +32,13 @@ class FlexUnavailable(RuntimeError):
 def flex_call(problem: Problem, *, is_sorted: bool) -> Callable[[], tuple[Tensor, ...]]:
     """The timed call; the first one compiles. Raises FlexUnavailable."""
     case = problem.case
-    if case.mode != "sparse":
+    if not case.is_sparse:
+        raise FlexUnavailable("FlexAttention is given supports, and this mode has all pairs")
+    if case.trains and case.device == "cpu":
         raise FlexUnavailable("FlexAttention has no backward pass on the CPU")
     attend = _compiled()
     labels_q, labels_k = problem.pi_q[0].argmax(dim=-1), problem.pi_k[0].argmax(dim=-1)
-    order_q = order_k = torch.arange(case.length)
+    order_q = order_k = torch.arange(case.length, device=problem.q.device)
     if is_sorted:
         layout = resolve_layout(1, case.length, case.length, device=problem.q.device)
         plan = build_plan(sparse_plan_input(labels_q[None], labels_k[None], case.config, layout))
@@ -44,15 +46,14 @@ def flex_call(problem: Problem, *, is_sorted: bool) -> Callable[[], tuple[Tensor
     options = _modifications(case, order_q, order_k, labels_q[order_q], labels_k[order_k])
     back = torch.argsort(order_q)
 
-    def call() -> tuple[Tensor, ...]:
-        q, k, v = problem.q, problem.k, problem.v
-        with torch.no_grad():
-            if not is_sorted:
-                return (attend(q, k, v, **options),)
-            q, k, v = q[:, :, order_q], k[:, :, order_k], v[:, :, order_k]
-            return (attend(q, k, v, **options)[:, :, back],)
+    def forward(given: Problem) -> Tensor:
+        q, k, v = given.q, given.k, given.v
+        if not is_sorted:
+            return attend(q, k, v, **options)
+        q, k, v = q[:, :, order_q], k[:, :, order_k], v[:, :, order_k]
+        return attend(q, k, v, **options)[:, :, back]
 
-    return call
+    return lambda: solve(problem, forward, problem.leaves)
 
 
 def first_call(call: Callable[[], tuple[Tensor, ...]]) -> Tensor:
@@ -103,6 +104,8 @@ def _modifications(
     flat[-1, -1] = True
     plateau = pairs.plateau.masked_fill(flat, _FLAT).float().flatten()
     slope = (1 / pairs.transition.masked_fill(flat, torch.inf)).float().flatten()
+    device = places_q.device
+    reach, plateau, slope = (table.to(device) for table in (reach, plateau, slope))
     i_place, j_place = places_q.int(), places_k.int()
     i_row, j_column = (labels_q * regimes).int(), labels_k.int()
 
@@ -115,34 +118,41 @@ def _modifications(
         progress = torch.clamp((i_place[i] - j_place[j] - plateau[pair]) * slope[pair], 0, 1)
         return score - barrier * (progress * progress if exponent == 2 else progress**exponent)
 
-    counts = _block_counts(places_q, places_k, labels_q, labels_k, support_reach(case.config))
-    full = counts == BLOCK * BLOCK
+    block = _BLOCKS[device.type]
+    limits = support_reach(case.config).to(device)
+    counts = _block_counts(places_q, places_k, labels_q, labels_k, limits, block)
+    full = counts == block * block
     some = (counts > 0) & ~full
     block_mask = BlockMask.from_kv_blocks(
         *_listed(some),
         *_listed(full),
-        BLOCK_SIZE=BLOCK,
+        BLOCK_SIZE=block,
         mask_mod=inside,
         seq_lengths=(case.length, case.length),
-        compute_q_blocks=False,
+        compute_q_blocks=case.trains,
     )
     enable_gqa = case.shape.heads != case.shape.kv_heads
     return {"score_mod": add_log_gate, "block_mask": block_mask, "enable_gqa": enable_gqa}
 
 
 def _block_counts(
-    places_q: Tensor, places_k: Tensor, labels_q: Tensor, labels_k: Tensor, reach: Tensor
+    places_q: Tensor,
+    places_k: Tensor,
+    labels_q: Tensor,
+    labels_k: Tensor,
+    reach: Tensor,
+    size: int,
 ) -> Tensor:
     """Pairs of the support per (query block, key block), one strip of blocks at a time."""
     length = len(places_k)
-    blocks = -(-length // BLOCK)
-    counts = torch.zeros(blocks, blocks, dtype=torch.long)
+    blocks = -(-length // size)
+    counts = torch.zeros(blocks, blocks, dtype=torch.long, device=places_k.device)
     for block in range(blocks):
-        strip = slice(block * BLOCK, (block + 1) * BLOCK)
+        strip = slice(block * size, (block + 1) * size)
         distance = places_q[strip, None] - places_k
         inside = (distance >= 0) & (distance <= reach[labels_q[strip]][:, labels_k])
-        inside = F.pad(inside, (0, blocks * BLOCK - length))
-        counts[block] = inside.unflatten(1, (blocks, BLOCK)).sum(dim=(0, 2))
+        inside = F.pad(inside, (0, blocks * size - length))
+        counts[block] = inside.unflatten(1, (blocks, size)).sum(dim=(0, 2))
     return counts
 
 

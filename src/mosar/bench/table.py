@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from rich.table import Table
 from rich.text import Text
 
@@ -10,6 +12,7 @@ from mosar.records import AttentionBenchmark
 
 _TIMES = {
     "sdpa": "SDPA\nms",
+    "flash": "flash\nms",
     "reference": "reference\nms",
     "flex": "flex\nms",
     "flex-sorted": "flex\nsorted ms",
@@ -63,13 +66,22 @@ def attention_footer(records: list[AttentionBenchmark]) -> str:
     counted = " to ".join(map(str, sorted({min(rounds), max(rounds)}))) if rounds else "no"
     drawn = next((record.labels for record in records if record.labels != "none"), "none")
     return (
-        f"{machine['cpu']}, {machine['cpu_capability']}, {machine['threads']} threads, float32; "
+        f"{_machine_name(machine)}; "
         f"torch {machine['torch']}; GEMM peak {best_gemm(records):.0f} GFLOP/s in this run. "
         f"Times and ratios: medians of {counted} interleaved rounds. "
         f"Labels: {drawn}, seed {first.seed}. "
-        "Memory: peak of one call in a fresh process above its inputs. "
+        f"Memory: peak of one call{'' if 'device' in machine else ' in a fresh process'} above its "
+        "inputs. "
         "GFLOP/s count exact pairs."
     )
+
+
+def _machine_name(machine: dict[str, Any]) -> str:
+    if "device" in machine:
+        triton = machine["triton"]
+        kernels = "no Triton: ours on torch operators" if triton is None else f"Triton {triton}"
+        return f"{machine['device']}, {machine['dtype']}; {kernels}"
+    return f"{machine['cpu']}, {machine['cpu_capability']}, {machine['threads']} threads, float32"
 
 
 def _cells(record: AttentionBenchmark, competitors: list[str], peak: float) -> list[str | Text]:

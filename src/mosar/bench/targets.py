@@ -22,7 +22,8 @@ class Verdict(NamedTuple):
 def verdicts(record: AttentionBenchmark) -> list[Verdict]:
     """The targets that apply to a row and have a figure; none for a wrong result."""
     shape, n = Shape(record.heads, record.kv_heads, record.head_dim), record.length
-    if shape not in _FORWARD or not record.correct:
+    # Nothing has been asked of a GPU yet.
+    if shape not in _FORWARD or not record.correct or "device" in record.environment:
         return []
     found = []
     if record.speedup is not None:

@@ -15,14 +15,20 @@ _MIN_ROUNDS, _MAX_ROUNDS = 5, 30
 
 
 def interleave(
-    calls: Mapping[str, Callable[[], object]], *, seconds: float
+    calls: Mapping[str, Callable[[], object]],
+    *,
+    seconds: float,
+    time_calls: Callable[[Callable[[], object], int], float] | None = None,
 ) -> dict[str, tuple[float, ...]]:
     """Milliseconds a call of each competitor, one sample a round; about `seconds` in all.
+
+    `time_calls` gives the seconds a call takes over some calls; by default by the wall clock.
 
     Every call runs once before to warm up, and that run says how many rounds there are: at least 5,
     at most 30. Every other round goes backwards, so that nobody always follows the same neighbour.
     """
-    estimates = {name: _time(call, 1) for name, call in calls.items()}
+    time_calls = time_calls or wall_seconds
+    estimates = {name: time_calls(call, 1) for name, call in calls.items()}
     repeats = {
         name: max(1, math.ceil(_SAMPLE_SECONDS / estimate)) for name, estimate in estimates.items()
     }
@@ -34,14 +40,14 @@ def interleave(
     try:
         for index in range(rounds):
             for name in list(calls) if index % 2 == 0 else reversed(list(calls)):
-                samples[name].append(1e3 * _time(calls[name], repeats[name]))
+                samples[name].append(1e3 * time_calls(calls[name], repeats[name]))
     finally:
         if collecting:
             gc.enable()
     return {name: tuple(times) for name, times in samples.items()}
 
 
-def _time(call: Callable[[], object], repeats: int) -> float:
+def wall_seconds(call: Callable[[], object], repeats: int) -> float:
     """Seconds a call, over `repeats` calls."""
     start = time.perf_counter()
     for _ in range(repeats):
@@ -53,5 +59,5 @@ def gemm_gflops(size: int = 2048, runs: int = 5) -> float:
     """The best rate of a square float32 matrix product: what this machine can do."""
     a, b = torch.randn(size, size), torch.randn(size, size)
     out = torch.empty(size, size)
-    best = min(_time(lambda: torch.mm(a, b, out=out), 1) for _ in range(runs))
+    best = min(wall_seconds(lambda: torch.mm(a, b, out=out), 1) for _ in range(runs))
     return 2 * size**3 / best / 1e9

@@ -58,21 +58,40 @@ class PostPositionRouter(nn.Module):
         groups = self.config.routing_groups
         if x.dim() == 4 and x.shape[2] % groups:
             raise ValueError(f"x has {x.shape[2]} heads, not a multiple of {groups} routing groups")
-        dtype = torch.float64 if self.weight1.dtype == torch.float64 else torch.float32
-        with torch.autocast(x.device.type, enabled=False):
-            x_BTGI = x.reshape(*x.shape[:2], groups, -1).to(dtype)
-            hidden_BGTH = torch.einsum("btgi,ghi->bgth", x_BTGI, self.weight1.to(dtype))
-            hidden_BGTH = F.gelu(hidden_BGTH + self.bias1.to(dtype)[:, None])
-            logits_BGTR = torch.einsum("bgth,grh->bgtr", hidden_BGTH, self.weight2.to(dtype))
-            logits_BGTR = logits_BGTR + self.bias2.to(dtype)[:, None]
-            logits = logits_BGTR.squeeze(1) if groups == 1 else logits_BGTR
-            return RouterOutput(logits, torch.softmax(logits / self.config.temperature, dim=-1))
+        hidden_BGTH = router_projection(x, self.weight1)
+        return router_decision(
+            hidden_BGTH, self.bias1, self.weight2, self.bias2, self.config.temperature
+        )
 
     def extra_repr(self) -> str:
         return (
             f"input_dim={self.input_dim}, hidden={self.config.router_hidden}, "
             f"regimes={self.config.num_regimes}, groups={self.config.routing_groups}"
         )
+
+
+def router_projection(x: Tensor, weight1: Tensor) -> Tensor:
+    """W1 x: [B, T, ...] and [Gr, H, I] -> [B, Gr, T, H]; linear in x, so partial sums add up."""
+    with torch.autocast(x.device.type, enabled=False):
+        x_BTGI = x.reshape(*x.shape[:2], weight1.shape[0], -1).to(_wide(weight1))
+        return torch.einsum("btgi,ghi->bgth", x_BTGI, weight1.to(x_BTGI.dtype))
+
+
+def router_decision(
+    hidden_BGTH: Tensor, bias1: Tensor, weight2: Tensor, bias2: Tensor, temperature: float
+) -> RouterOutput:
+    """What follows from W1 x: bias, GELU, the second layer, softmax."""
+    dtype = hidden_BGTH.dtype
+    with torch.autocast(hidden_BGTH.device.type, enabled=False):
+        hidden_BGTH = F.gelu(hidden_BGTH + bias1.to(dtype)[:, None])
+        logits_BGTR = torch.einsum("bgth,grh->bgtr", hidden_BGTH, weight2.to(dtype))
+        logits_BGTR = logits_BGTR + bias2.to(dtype)[:, None]
+        logits = logits_BGTR.squeeze(1) if len(weight2) == 1 else logits_BGTR
+        return RouterOutput(logits, torch.softmax(logits / temperature, dim=-1))
+
+
+def _wide(weight: Tensor) -> torch.dtype:
+    return torch.float64 if weight.dtype == torch.float64 else torch.float32
 
 
 def top1_routing(probabilities: Tensor) -> Tensor:

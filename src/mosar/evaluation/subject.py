@@ -8,12 +8,15 @@ from pathlib import Path
 import torch
 
 from mosar.core.config import MoSARConfig
+from mosar.data.errors import DataError
+from mosar.data.manifest import Manifest
+from mosar.data.tokenizer import Tokenizer, load_tokenizer
 from mosar.evaluation.errors import EvaluationError
 from mosar.geometries import Geometry, MoSAR
 from mosar.model.decoder import Decoder
 from mosar.records import Cell
+from mosar.training.batches import data_fingerprint
 from mosar.training.checkpoints import (
-    MODEL,
     Checkpoint,
     DamagedCheckpoint,
     list_steps,
@@ -69,8 +72,29 @@ class Subject:
         except TrainingError as error:
             raise EvaluationError(str(error)) from None
         decoder.to(_device(config.train.device)).eval().requires_grad_(False)
-        checksum = checkpoint.state["checksums"][MODEL]
+        checksum = checkpoint.model_checksum
         return cls(run, config, fingerprint, checkpoint.step, checksum, decoder)
+
+    def open_tokenizer(self, data: Path | None = None) -> tuple[Manifest, Tokenizer]:
+        """The manifest and the tokenizer of its dataset, or of a copy of it in `data`.
+
+        An EvaluationError where that is not there, or holds something else.
+        """
+        folder = Path(self.config.data.folder) if data is None else data
+        if data is None and not folder.is_dir():
+            raise EvaluationError(
+                f"the data of {self.run} is not in {folder} any more; say where: --data"
+            )
+        try:
+            manifest = Manifest.read(folder)
+            if data_fingerprint(manifest) != self.data_fingerprint:
+                raise EvaluationError(
+                    f"{folder} is not the data that {self.run} was trained on: its contents "
+                    "differ; give the folder it was trained on, or a copy, with --data"
+                )
+            return manifest, load_tokenizer(folder)
+        except DataError as error:
+            raise EvaluationError(str(error)) from None
 
     @property
     def train_length(self) -> int:

@@ -33,8 +33,9 @@ def run_generate_command(
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
     if max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens must be at least 1, got {max_new_tokens}")
-    if prompt == "-":
-        prompt = sys.stdin.read()
+    if sys.stdout is None:
+        raise ValueError("stdout is closed, and the text goes there")
+    prompt = _read_prompt(prompt)
     source = open_source(folder, routing=routing, step=step, data=data)
     timed = TimedReader(source.reader)
     tokens = _encode(source, prompt)
@@ -54,6 +55,19 @@ def run_generate_command(
     if stats:
         for line in statistics(timed, source.routing):
             print(line, file=sys.stderr)
+
+
+def _read_prompt(prompt: str) -> str:
+    """The text itself, from stdin where it is "-"."""
+    try:
+        if prompt == "-":
+            if sys.stdin is None:
+                raise ValueError("--prompt - reads stdin, which is closed")
+            prompt = sys.stdin.read()
+        prompt.encode()
+    except UnicodeError:
+        raise ValueError("--prompt must be UTF-8 text, and it is not") from None
+    return prompt
 
 
 def _encode(source: Source, prompt: str) -> list[int]:

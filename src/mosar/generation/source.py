@@ -13,7 +13,7 @@ from torch import Tensor
 from mosar.attention import ROUTINGS, Routing
 from mosar.data.errors import DataError
 from mosar.data.manifest import TOKENIZER
-from mosar.data.tokenizer import load_tokenizer, read_tokenizer
+from mosar.data.tokenizer import read_tokenizer
 from mosar.evaluation.choices import NATIVE, check_routings
 from mosar.evaluation.errors import EvaluationError
 from mosar.evaluation.subject import Subject
@@ -21,7 +21,7 @@ from mosar.geometries import GEOMETRIES, MoSAR
 from mosar.model.decoder import Decoder
 from mosar.model.generation import DecoderReader
 
-CONFIG = "config.json"
+CONFIG, ADAPTER = "config.json", "adapter.json"
 
 
 class GenerationError(RuntimeError):
@@ -69,13 +69,18 @@ def open_source(
     """
     if not folder.is_dir():
         raise GenerationError(f"there is no folder {folder}; make one with mosar train")
-    values = _read_config(folder)
+    adapter = (folder / ADAPTER).exists()
+    values = {} if adapter else _read_config(folder)
     # A run folder's configuration carries its schema, those of transformers a model_type.
     if "schema" in values:
         return _open_run(folder, routing, step, data)
     for option, given in (("--step", step), ("--data", data)):
         if given is not None:
             raise ValueError(f"{option} is for run folders of mosar train, and {folder} is none")
+    if adapter:
+        from mosar.generation.retrofitted import open_retrofitted
+
+        return open_retrofitted(folder, routing)
     if values.get("model_type") == "mosar":
         return _open_exported(folder, routing)
     raise GenerationError(
@@ -112,15 +117,10 @@ def _open_run(folder: Path, routing: str | None, step: int | None, data: Path | 
         raise GenerationError(
             f"{folder} learnt the task {config.data.task}, not text; mosar evaluate asks it"
         )
-    where = Path(config.data.folder) if data is None else data
-    if data is None and not where.is_dir():
-        raise GenerationError(f"the data of {folder} is not in {where} any more; say where: --data")
     try:
-        tokenizer = load_tokenizer(where)
-    except DataError as error:
+        _, tokenizer = subject.open_tokenizer(data)
+    except EvaluationError as error:
         raise GenerationError(str(error)) from None
-    if tokenizer.vocab_size > config.model.vocab_size:
-        raise GenerationError(f"{where} is not the data that {folder} was trained on")
     return _source(subject.decoder, tokenizer, routing, subject.cell.variant)
 
 

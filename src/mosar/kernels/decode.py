@@ -14,7 +14,7 @@ from torch import Tensor
 from mosar.core.config import MoSARConfig
 from mosar.kernels import native
 
-IMPLEMENTATIONS = ("auto", "native", "torch")
+IMPLEMENTATIONS = ("auto", "native", "torch", "triton")
 State = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
@@ -22,7 +22,7 @@ def can_serve(impl: str, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether these kernels serve a cache, or torch operators; "native" is refused where not."""
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl must be one of {IMPLEMENTATIONS}, got {impl!r}")
-    if impl == "torch":
+    if impl in ("torch", "triton"):
         return False
     if device.type != "cpu":
         obstacle = f"it runs on the CPU, and the keys are on {device}"

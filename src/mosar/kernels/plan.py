@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mosar.core.config import MoSARConfig
@@ -131,7 +132,7 @@ def sparse_plan_input(
     return _plan_input(
         labels_q.reshape(-1, labels_q.shape[-1]),
         classes_k.reshape(-1, classes_k.shape[-1]),
-        _whole_reach(config, layout.window),
+        whole_reach(config, layout.window),
         layout,
         groups,
     )
@@ -145,11 +146,11 @@ def dense_plan_input(layout: Layout) -> PlanInput:
     device = layout.query_positions.device
     labels_q = torch.zeros(rows, queries, dtype=torch.int32, device=device)
     classes_k = torch.zeros(rows, keys, dtype=torch.int32, device=device)
-    return _plan_input(labels_q, classes_k, _whole_reach(None, layout.window), layout, 1)
+    return _plan_input(labels_q, classes_k, whole_reach(None, layout.window), layout, 1)
 
 
 @kept_table
-def _whole_reach(config: MoSARConfig | None, window: int | None) -> Tensor:
+def whole_reach(config: MoSARConfig | None, window: int | None) -> Tensor:
     """Largest whole distance per (label, class), [R, C] int32; without a config of any pair."""
     reach = torch.full((1, 1), torch.inf) if config is None else class_reach(config)
     limit = _FAR if window is None else min(window, _FAR)
@@ -193,8 +194,11 @@ def _lay_out(layout: Layout) -> tuple[Tensor, Tensor, Tensor | None]:
         counted = torch.ones_like(positions, dtype=torch.bool)
         if layout.key_valid is not None:
             counted[:, :num_keys] = layout.key_valid
-        names, rank = torch.unique(segments, return_inverse=True)
-        spread = (batch, len(names))
+        # Ranks by sorting, not torch.unique: a GPU would have to be waited for, to count them.
+        ordered, order = segments.sort(dim=1, stable=True)
+        rank = F.pad(ordered.diff(dim=1) != 0, (1, 0)).cumsum(dim=1)
+        rank = torch.empty_like(rank).scatter_(1, order, rank)
+        spread = segments.shape
         high = positions.masked_fill(~counted, -1)
         low = positions.masked_fill(~counted, _FAR)
         last = high.new_full(spread, -1).scatter_reduce(1, rank, high, "amax")

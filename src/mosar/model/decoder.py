@@ -28,7 +28,7 @@ from mosar.kernels.elementwise import geglu
 from mosar.model.config import ModelConfig
 from mosar.model.dense_cache import DenseCache
 from mosar.model.norm import RMSNorm
-from mosar.model.regime_cache import RegimeCache
+from mosar.model.regime_cache import CACHE_OPTIONS, RegimeCache
 
 # How the tokens of a call stand, as arguments of a geometry.
 Placement = dict[str, Tensor | None]
@@ -132,6 +132,11 @@ class Decoder(nn.Module):
         """
         if self._is_routed:
             config = self.attention_config.mosar_config(self.model_config.max_length)
+            unknown = sorted(options.keys() - CACHE_OPTIONS)
+            if unknown:
+                raise ValueError(
+                    f"options of a cache are {', '.join(sorted(CACHE_OPTIONS))}; got {unknown[0]!r}"
+                )
             return RegimeCache(config, len(self.layers), routing=routing, **options)
         if options:
             raise ValueError(f"a cache without regimes has no options, got {sorted(options)}")
@@ -174,17 +179,22 @@ class Decoder(nn.Module):
         for name, parameter in self.named_parameters():
             if parameter.is_meta:
                 raise ValueError(f"{name} has no storage yet: call to_empty(device=...) first")
-            digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
-            generator = torch.Generator(parameter.device)
-            generator.manual_seed(int.from_bytes(digest, "little") >> 1)
-            layer, found, own_name = name.partition(".geometry.")
-            if found:
-                geometry = self.get_submodule(f"{layer}.geometry")
-                geometry.init_parameter(own_name, parameter, generator)  # pyright: ignore[reportCallIssue]
-            elif parameter.dim() == 1:
-                parameter.zero_()
-            else:
-                parameter.normal_(std=self.model_config.init_std, generator=generator)
+            self.init_parameter(name, parameter, seed)
+
+    @torch.no_grad()
+    def init_parameter(self, name: str, values: Tensor, seed: int) -> None:
+        """Fills `values` as `init_weights` fills the whole parameter of that name."""
+        digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+        generator = torch.Generator(values.device)
+        generator.manual_seed(int.from_bytes(digest, "little") >> 1)
+        layer, found, own_name = name.partition(".geometry.")
+        if found:
+            geometry = self.get_submodule(f"{layer}.geometry")
+            geometry.init_parameter(own_name, values, generator)  # pyright: ignore[reportCallIssue]
+        elif values.dim() == 1:
+            values.zero_()
+        else:
+            values.normal_(std=self.model_config.init_std, generator=generator)
 
 
 class Layer(nn.Module):

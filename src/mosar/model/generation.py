@@ -21,6 +21,7 @@ from mosar.attention import Routing
 from mosar.core.hard_domain import build_hard_domain
 from mosar.geometries import LayerRouting, RopeMask
 from mosar.model.decoder import Decoder
+from mosar.model.label_log import LabelLog
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +112,7 @@ class DecoderReader:
     def __init__(self, decoder: Decoder, routing: Routing = "sparse", **cache_options: Any):
         self.decoder, self.routing = decoder, routing
         self.cache = decoder.new_cache(routing, **cache_options)
-        self._labels: list[list[tuple[Tensor, Tensor]]] = []
+        self._labels: list[tuple[LabelLog, LabelLog]] = []
 
     @torch.inference_mode()
     def read(self, tokens: Sequence[int]) -> Tensor:
@@ -129,7 +130,11 @@ class DecoderReader:
         return self.decoder.logits(output.hidden[0, -1]).float().cpu()
 
     def _note(self, routings: Sequence[LayerRouting]) -> None:
-        self._labels.append([(r.query.labels.cpu(), r.key.labels.cpu()) for r in routings])
+        if not self._labels:
+            self._labels = [(LabelLog(), LabelLog()) for _ in routings]
+        for (queries, keys), layer in zip(self._labels, routings, strict=True):
+            queries.append(layer.query.labels)
+            keys.append(layer.key.labels)
 
     @property
     def num_tokens(self) -> int:
@@ -155,12 +160,12 @@ class DecoderReader:
         Under soft and top-1 routing, too, where every pair is evaluated nevertheless.
         """
         config = self.decoder.attention_config.mosar_config(self.decoder.model_config.max_length)
-        if not self._labels or not self._labels[0]:
+        if not self._labels:
             return self._window_density(config)
-        counts = []
-        for layer in zip(*self._labels, strict=True):
-            labels_q, labels_k = (torch.cat(part, dim=-1) for part in zip(*layer, strict=True))
-            counts.append(build_hard_domain(labels_q, labels_k, config, materialize=False).density)
+        counts = [
+            build_hard_domain(queries.labels, keys.labels, config, materialize=False).density
+            for queries, keys in self._labels
+        ]
         return sum(counts) / len(counts)
 
     def _window_density(self, config: Any) -> float:

@@ -35,6 +35,9 @@ from mosar.model.dense_cache import DenseKeys
 from mosar.model.layer_cache import LayerCache, LayerCaches
 from mosar.model.sparse_keys import SparseKeys
 
+# What may be asked of a layer's cache besides its routing.
+CACHE_OPTIONS = frozenset({"evict", "crop_margin", "window", "dtype", "impl"})
+
 
 class OrderedKeys(NamedTuple):
     """All tokens of a cache in the order they came, as `mosar_attention` takes them."""
@@ -59,7 +62,8 @@ class RegimeLayerCache(LayerCache[SparseKeys | DenseKeys]):
     evict: under sparse routing, drop what is out of reach. crop_margin: keep it that many positions
     longer, so that `crop` can go back as far. window: as in `mosar_attention`. dtype: of storage;
     None: that of the first keys. impl: "auto" | "native" (CPU; float32, bfloat16, float16) |
-    "torch"; under soft and top-1 routing the operators choose by the same rule.
+    "triton" (GPU; the same) | "torch"; under soft and top-1 routing the operators choose by the
+    same rule.
     """
 
     def __init__(

@@ -77,6 +77,12 @@ class RegimeLists:
         self.free = torch.zeros(1, dtype=torch.int32)
         self.progress = torch.tensor([[0, -1, 0, -1]]).repeat(rows, 1)
 
+    def emptied(self) -> RegimeLists:
+        """The same rows, groups and classes without a key or a past."""
+        _, heads, dim, _ = self.k_pool.shape
+        kind = {"dtype": self.k_pool.dtype, "device": self.k_pool.device}
+        return RegimeLists(self.rows, self.groups, self.classes, heads, dim, **kind)
+
     @property
     def rows(self) -> int:
         return self.progress.shape[0]

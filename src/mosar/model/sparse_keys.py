@@ -48,6 +48,7 @@ class SparseKeys:
         dtype, device = like.k.dtype, like.k.device
         self.groups = like.labels.shape[1]
         self._native = decode.can_serve(impl, device, dtype)
+        self._triton = _triton_serves(impl, like.k)
         self._pair_table = decode.pair_table(config)
         self._reach_RC, self._reach_C = _reach(config, window)
         self.lists = RegimeLists(
@@ -175,6 +176,8 @@ class SparseKeys:
     ) -> tuple[Tensor, Tensor]:
         """q [B, Hq, T, D] with labels [B, Gr, T]; output and log-sum-exp."""
         alone = q.shape[2] == 1 and self._chunk is None
+        if alone and self._triton:
+            return self._attend_on_gpu(q, labels, positions, scale, softcap)
         if not alone or not self._native:
             return self._attend_chunk(q, labels, positions, scale=scale, softcap=softcap)
         if positions is not None:
@@ -198,6 +201,33 @@ class SparseKeys:
             check_labels("labels_q", labels, self.config)
             self._check_query_positions(self._positions(q, positions))
             raise
+
+    def _attend_on_gpu(
+        self,
+        q: Tensor,
+        labels: Tensor,
+        positions: Tensor | None,
+        scale: float | None,
+        softcap: float | None,
+    ) -> tuple[Tensor, Tensor]:
+        from mosar.kernels.triton.decode import attend_token
+
+        if positions is None and self._placed:
+            positions = self.lists.progress[:, LAST, None].clamp_min(0)
+        check_labels("labels_q", labels, self.config)
+        if positions is not None:
+            self._check_query_positions(positions)
+        return attend_token(
+            q,
+            labels.flatten(1),
+            positions,
+            self.lists.state,
+            self._reach_RC,
+            position=max(self._slots - 1, 0),
+            scale=q.shape[-1] ** -0.5 if scale is None else scale,
+            softcap=softcap,
+            config=self.config,
+        )
 
     def _attend_chunk(
         self, q: Tensor, labels: Tensor, positions: Tensor | None, **options: Any
@@ -335,6 +365,9 @@ class SparseKeys:
     def check_crop(self, length: int) -> None:
         """Refuses to go back where the next query would miss keys that have been evicted."""
         self.settle()
+        if not length:
+            # Where nothing is left, nothing that was evicted can be missed.
+            return
         lists = self.lists
         evicted = lists.progress[:, EVICTED]
         last = torch.full_like(evicted, length - 1)
@@ -351,7 +384,10 @@ class SparseKeys:
     def crop(self, length: int) -> None:
         """Forgets the tokens from slot `length` on."""
         self.check_crop(length)
-        self.lists.crop(length)
+        if length:
+            self.lists.crop(length)
+        else:
+            self.lists = self.lists.emptied()
         self._slots, self._room = length, 0
 
     def select_rows(self, rows: Tensor) -> None:
@@ -370,6 +406,18 @@ def _reach(config: MoSARConfig, window: int | None) -> tuple[Tensor, Tensor]:
             # A window hides sinks too, but which keys are sinks must not change.
             reach_C[-1] = FAR
     return reach_RC, reach_C
+
+
+def _triton_serves(impl: str, k: Tensor) -> bool:
+    """Whether the GPU's kernels read the lists; "triton" is refused where they cannot."""
+    if impl != "triton" and (impl != "auto" or k.device.type != "cuda"):
+        return False
+    from mosar.kernels.triton import obstacle
+
+    reason = obstacle(k)
+    if reason is not None and impl == "triton":
+        raise ValueError(f"impl='triton' cannot serve: {reason}; use impl='auto'")
+    return reason is None
 
 
 def _fold(x: Tensor, groups: int) -> Tensor:

@@ -17,6 +17,7 @@ from mosar.data.stream import TokenStream, batch_indices
 from mosar.data.tasks import TASKS, VERSION, make_windows
 from mosar.training.config import RunConfig
 from mosar.training.errors import TrainingError
+from mosar.training.share import WHOLE, Share
 
 Batch = tuple[Tensor, Tensor | None]
 """Tokens [B, N + 1] and document numbers [B, N] (None: attention crosses documents)."""
@@ -24,9 +25,9 @@ ScoredBatch = tuple[Tensor, None, Tensor]
 """Tokens [B, N + 1], no documents, and which targets count [B, N]: as many in every window."""
 
 
-def open_batches(config: RunConfig) -> Batches | TaskBatches:
+def open_batches(config: RunConfig, share: Share = WHOLE) -> Batches | TaskBatches:
     """The data of a run: text from a folder, or the windows of a task."""
-    return Batches(config) if config.data.task == "text" else TaskBatches(config)
+    return Batches(config, share) if config.data.task == "text" else TaskBatches(config, share)
 
 
 def data_fingerprint(manifest: Manifest) -> str:
@@ -36,10 +37,10 @@ def data_fingerprint(manifest: Manifest) -> str:
 
 
 class Batches:
-    """The data of a run that reads text."""
+    """The data of a run that reads text, as the process of a share sees it."""
 
-    def __init__(self, config: RunConfig):
-        self.config = config
+    def __init__(self, config: RunConfig, share: Share = WHOLE):
+        self.config, self.share = config, share
         self.length = config.model.max_length
         self.device = torch.device(config.train.device)
         folder = config.data.folder
@@ -61,7 +62,7 @@ class Batches:
         return data_fingerprint(self.train.manifest)
 
     def of_step(self, step: int) -> Iterator[Batch]:
-        """The micro-batches of update number `step` >= 1."""
+        """The micro-batches of update number `step` >= 1 that are this share's."""
         train = self.config.train
         indices = batch_indices(
             step - 1,
@@ -69,30 +70,40 @@ class Batches:
             self.train.num_windows(self.length),
             self.config.data.seed,
         )
-        return self._batches(self.train, indices)
+        own, size = self.share.windows(train), self.share.pass_size(train)
+        for start in range(own.start, own.stop, size):
+            yield self._batch(self.train, indices[start : start + size])
 
     def of_evaluation(self) -> Iterator[Batch]:
         """The same windows every time, spread over the validation split."""
+        windows, size = self._evaluation_windows(), self.config.train.micro_batch
+        for start in range(0, len(windows), size):
+            yield self._batch(self.valid, windows[start : start + size])
+
+    def shared_evaluation(self) -> Iterator[tuple[Batch, bool]]:
+        """Of the same batches those that this share looks at, and whether they count for it."""
+        windows, size = self._evaluation_windows(), self.config.train.micro_batch
+        for number, own in self.share.rounds(-(-len(windows) // size)):
+            yield self._batch(self.valid, windows[number * size : (number + 1) * size]), own
+
+    def _evaluation_windows(self) -> NDArray[np.int64]:
         train = self.config.train
         there = self.valid.num_windows(self.length)
         number = min(there, train.eval_batches * train.windows_per_step)
-        return self._batches(self.valid, np.arange(number) * there // number)
+        return np.arange(number) * there // number
 
-    def _batches(self, stream: TokenStream, indices: NDArray[np.int64]) -> Iterator[Batch]:
-        size = self.config.train.micro_batch
-        for start in range(0, len(indices), size):
-            chosen = indices[start : start + size]
-            segments = None
-            if self.config.data.isolate_documents:
-                segments = stream.segments(chosen, self.length).to(self.device)
-            yield stream.windows(chosen, self.length).to(self.device), segments
+    def _batch(self, stream: TokenStream, chosen: NDArray[np.int64]) -> Batch:
+        segments = None
+        if self.config.data.isolate_documents:
+            segments = stream.segments(chosen, self.length).to(self.device)
+        return stream.windows(chosen, self.length).to(self.device), segments
 
 
 class TaskBatches:
     """The data of a run that learns a task: made when it is asked for, from seed and number."""
 
-    def __init__(self, config: RunConfig):
-        self.config = config
+    def __init__(self, config: RunConfig, share: Share = WHOLE):
+        self.config, self.share = config, share
         self.length = config.model.max_length
         self.device = torch.device(config.train.device)
         self.task = TASKS[config.data.task](self.length)
@@ -111,24 +122,33 @@ class TaskBatches:
         return task_fingerprint(self.config)
 
     def of_step(self, step: int) -> Iterator[ScoredBatch]:
-        """The micro-batches of update number `step` >= 1."""
-        number = self.config.train.windows_per_step
-        return self._batches(range((step - 1) * number, step * number), "train")
+        """The micro-batches of update number `step` >= 1 that are this share's."""
+        train = self.config.train
+        first = (step - 1) * train.windows_per_step
+        own, size = self.share.windows(train), self.share.pass_size(train)
+        for start in range(first + own.start, first + own.stop, size):
+            yield self._batch(range(start, start + size), "train")
 
     def of_evaluation(self) -> Iterator[ScoredBatch]:
         """The same windows every time."""
-        train = self.config.train
-        return self._batches(range(train.eval_batches * train.windows_per_step), "valid")
-
-    def _batches(self, indices: range, split: str) -> Iterator[ScoredBatch]:
         size = self.config.train.micro_batch
+        for number in range(self._num_evaluation_batches()):
+            yield self._batch(range(number * size, (number + 1) * size), "valid")
+
+    def shared_evaluation(self) -> Iterator[tuple[ScoredBatch, bool]]:
+        """Of the same batches those that this share looks at, and whether they count for it."""
+        size = self.config.train.micro_batch
+        for number, own in self.share.rounds(self._num_evaluation_batches()):
+            yield self._batch(range(number * size, (number + 1) * size), "valid"), own
+
+    def _num_evaluation_batches(self) -> int:
+        return self.config.train.eval_batches * self.config.train.accumulation
+
+    def _batch(self, indices: range, split: str) -> ScoredBatch:
         # All runs are asked the same, whatever they learnt from.
         seed = self.config.data.seed if split == "train" else 0
-        for start in range(0, len(indices), size):
-            windows = make_windows(
-                self.task, indices[start : start + size], self.length, split=split, seed=seed
-            )
-            yield windows.tokens.to(self.device), None, windows.scored.to(self.device)
+        windows = make_windows(self.task, indices, self.length, split=split, seed=seed)
+        return windows.tokens.to(self.device), None, windows.scored.to(self.device)
 
 
 def task_fingerprint(config: RunConfig) -> str:

@@ -4,6 +4,7 @@
     checkpoints/step-00000100/optimizer.safetensors   AdamW's state, "exp_avg.<parameter>" and so on
     checkpoints/step-00000100/state.json              written last: step, RNG state, checksums
 
+Several processes write parts of the two instead, see shards.py; reading joins them.
 Everything is written into a folder beside, flushed to the disk, and renamed. A folder of that name
 is therefore complete, unless the disk or somebody damaged it later: that is what checksums are for.
 Nothing is ever unpickled.
@@ -28,6 +29,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from mosar.training.errors import TrainingError
+from mosar.training.shards import OPTIMIZER_STATE, PARAMETERS, assemble, shards_of
 
 SCHEMA_VERSION = 1
 MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
@@ -48,10 +50,27 @@ class Checkpoint:
     state: dict[str, Any]
 
     def model(self) -> dict[str, Tensor]:
-        return load_file(self.path / MODEL)
+        return self._tensors(MODEL, PARAMETERS)
 
     def optimizer(self) -> dict[str, Tensor]:
-        return load_file(self.path / OPTIMIZER)
+        return self._tensors(OPTIMIZER, OPTIMIZER_STATE)
+
+    @property
+    def model_checksum(self) -> str:
+        """sha256 of the parameters, or of the checksums of their parts."""
+        checksums = self.state["checksums"]
+        if MODEL in checksums:
+            return checksums[MODEL]
+        return _seal({name: checksums[name] for name in shards_of(checksums, PARAMETERS)})
+
+    def _tensors(self, whole: str, kind: int) -> dict[str, Tensor]:
+        checksums = self.state["checksums"]
+        if whole in checksums:
+            return load_file(self.path / whole)
+        try:
+            return assemble(self.path / name for name in shards_of(checksums, kind))
+        except ValueError as error:
+            raise TrainingError(f"{self.path} is not complete: {error}") from None
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
@@ -74,25 +93,42 @@ def write_checkpoint(
     state: Mapping[str, Any],
 ) -> Path:
     """Writes one; an OSError leaves what was there before, and nothing half-written."""
-    folder.mkdir(parents=True, exist_ok=True)
-    final = checkpoint_path(folder, step)
-    beside = folder / f"{_UNFINISHED}{final.name}"
-    shutil.rmtree(beside, ignore_errors=True)
+    beside = unfinished_path(folder, step)
     try:
-        beside.mkdir()
+        begin_checkpoint(folder, step)
         checksums = {}
         for name, tensors in ((MODEL, model), (OPTIMIZER, optimizer)):
             _write_tensors(beside / name, tensors)
-            checksums[name] = _sha256(beside / name)
-        content = {"schema": SCHEMA_VERSION, "step": step, "checksums": checksums, **state}
-        sealed = content | {"checksum": _seal(content)}
-        write_synced(beside / STATE, json.dumps(sealed, indent=1).encode() + b"\n")
-        sync(beside)
-        set_aside(final)
-        os.rename(beside, final)
-        sync(folder)
+            checksums[name] = file_checksum(beside / name)
+        return finish_checkpoint(folder, step, checksums, state)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
+
+
+def unfinished_path(folder: Path, step: int) -> Path:
+    """Where the files of a checkpoint lie until they are all there."""
+    return folder / f"{_UNFINISHED}{checkpoint_path(folder, step).name}"
+
+
+def begin_checkpoint(folder: Path, step: int) -> None:
+    """Makes an empty folder for the files."""
+    beside = unfinished_path(folder, step)
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
+
+
+def finish_checkpoint(
+    folder: Path, step: int, checksums: Mapping[str, str], state: Mapping[str, Any]
+) -> Path:
+    """Makes a checkpoint of the files, which are all there."""
+    beside, final = unfinished_path(folder, step), checkpoint_path(folder, step)
+    content = {"schema": SCHEMA_VERSION, "step": step, "checksums": dict(checksums), **state}
+    sealed = content | {"checksum": _seal(content)}
+    write_synced(beside / STATE, json.dumps(sealed, indent=1).encode() + b"\n")
+    sync(beside)
+    set_aside(final)
+    os.rename(beside, final)
+    sync(folder)
     return final
 
 
@@ -108,8 +144,11 @@ def read_checkpoint(folder: Path, step: int) -> Checkpoint:
             raise DamagedCheckpoint(f"its schema is {state['schema']!r}, not {SCHEMA_VERSION}")
         if state["step"] != step:
             raise DamagedCheckpoint(f"it is the checkpoint of step {state['step']}")
-        for name in (MODEL, OPTIMIZER):
-            if _sha256(path / name) != state["checksums"][name]:
+        checksums = state["checksums"]
+        if not {MODEL, OPTIMIZER} <= checksums.keys() and not shards_of(checksums, PARAMETERS):
+            raise DamagedCheckpoint(f"{STATE} names no parameters")
+        for name in checksums:
+            if file_checksum(path / name) != checksums[name]:
                 raise DamagedCheckpoint(f"{name} was truncated or altered")
     except FileNotFoundError as error:
         missing = Path(error.filename or path).name
@@ -117,6 +156,12 @@ def read_checkpoint(folder: Path, step: int) -> Checkpoint:
     except (ValueError, KeyError, TypeError, AttributeError):
         raise DamagedCheckpoint(f"{STATE} is not what was written") from None
     return Checkpoint(path, step, state)
+
+
+def open_checkpoint(folder: Path, step: int) -> Checkpoint:
+    """A checkpoint that has just been found to be whole, by this process or another."""
+    path = checkpoint_path(folder, step)
+    return Checkpoint(path, step, json.loads((path / STATE).read_bytes()))
 
 
 def newest_checkpoint(folder: Path, report: Callable[[str], None]) -> Checkpoint | None:
@@ -221,7 +266,7 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     sync(path)
 
 
-def _sha256(path: Path) -> str:
+def file_checksum(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -10,6 +10,7 @@ from mosar.data.config import DataConfig
 from mosar.training.config import RunConfig, changed_config, resolve_config
 from mosar.training.loop import TrainResult, train
 from mosar.training.run_folder import has_run, read_config
+from mosar.training.team import launched
 
 VARIANT, PRESET = "mosar", "quick"
 
@@ -31,6 +32,9 @@ def choose_config(
 def run_train_command(config: RunConfig, out: Path, *, progress: bool, resume: bool) -> TrainResult:
     """Trains and prints a line about the result."""
     result = train(config, out, progress=progress, resume=resume)
+    if launched()[0]:
+        # Of several processes the first one speaks.
+        return result
     # Where a loss is so high that its perplexity overflows, there is nothing to be learnt from it.
     perplexity = math.exp(min(result.valid_loss, 700))
     print(

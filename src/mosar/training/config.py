@@ -1,6 +1,6 @@
 """The configuration of a run: a preset, a variant, and changes `dotted.key=value`.
 
-    RunConfig = model + attention + data + train, all frozen; the resolved one is saved with the run
+    RunConfig = model + attention + data + train + distributed, all frozen; saved with the run
 
 A variant gives the keys under `attention.`, a preset the others; changes come last. The vocabulary
 is that of the data unless the preset or a change sets it.
@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from numbers import Integral, Real
 from pathlib import Path
@@ -108,6 +108,29 @@ class TrainConfig:
         return self.micro_batch * self.accumulation
 
 
+@dataclass(frozen=True, kw_only=True)
+class DistributedConfig:
+    """How the processes that a launcher started divide the work: data x shard x tensor of them."""
+
+    data: int | None = None
+    """Copies of the model, each fed a part of the batch; None: as many as the rest leaves."""
+    shard: int = 1
+    """Processes that feed on parts of the batch too, and divide parameters and optimizer."""
+    tensor: int = 1
+    """Processes that divide heads and feed-forward of every layer."""
+    timeout: float = 600.0
+    """Seconds to wait for the other processes before the job is given up."""
+
+    def __post_init__(self) -> None:
+        for name in ("data", "shard", "tensor"):
+            value = getattr(self, name)
+            if not _is_count(value, 1) and not (name == "data" and value is None):
+                rule = "none or an integer >= 1" if name == "data" else "an integer >= 1"
+                raise ValueError(f"{name} must be {rule}, got {value!r}")
+        if not _is_real(self.timeout) or not 1 <= self.timeout <= 1e6:
+            raise ValueError(f"timeout must be seconds in [1, 1e6], got {self.timeout!r}")
+
+
 _COUNTS = {
     **dict.fromkeys(("steps", "micro_batch", "accumulation", "eval_every", "eval_batches"), 1),
     **dict.fromkeys(("checkpoint_every", "keep_last", "log_every"), 1),
@@ -131,6 +154,7 @@ class RunConfig:
     attention: AttentionConfig
     data: DataConfig
     train: TrainConfig
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
     variant: str = ""
     """A label: the variant it started from."""
     preset: str = ""
@@ -152,12 +176,12 @@ class RunConfig:
     def from_dict(cls, values: Mapping[str, Any]) -> RunConfig:
         """The configuration that `to_dict` gave; a ValueError names an unknown or missing key."""
         unknown = sorted(set(values) - {*SECTIONS, *_LABELS})
-        missing = sorted(set(SECTIONS) - set(values))
+        missing = sorted(set(SECTIONS) - set(values) - {"distributed"})
         if unknown or missing:
             raise ValueError(f"a run's configuration lacks {missing} and has unknown {unknown}")
         given: dict[str, Any] = {name: str(values.get(name, "")) for name in _LABELS}
         for name, kind in SECTIONS.items():
-            section = values[name]
+            section = values.get(name, {})
             if isinstance(section, dict):
                 section = {**_ADDED.get(name, {}), **section}
             given[name] = _decode(kind, section, name)
@@ -190,16 +214,21 @@ SECTIONS: dict[str, type] = {
     "attention": AttentionConfig,
     "data": DataConfig,
     "train": TrainConfig,
+    "distributed": DistributedConfig,
 }
 _LABELS = ("variant", "preset")
 # Keys that older run folders lack, with what their absence means; there they change no fingerprint.
-_ADDED: dict[str, dict[str, Any]] = {"data": {"task": "text"}}
+_ADDED: dict[str, dict[str, Any]] = {
+    "data": {"task": "text"},
+    "distributed": asdict(DistributedConfig()),
+}
 # Keys that change what is recorded and kept, never the parameters (data is known by its contents).
 NEUTRAL = frozenset(
     {
         "data.folder",
         *("train.eval_every", "train.eval_batches", "train.log_every", "train.tensorboard"),
         *("train.checkpoint_every", "train.keep_last", "train.keep_every"),
+        "distributed.timeout",
     }
 )
 # Keys that change the order of sums alone, as long as a step sees as many windows.
@@ -207,6 +236,7 @@ ROUNDING = frozenset(
     {
         *("train.micro_batch", "train.accumulation"),
         *("train.loss_chunk", "train.checkpoint_activations"),
+        *("distributed.data", "distributed.shard", "distributed.tensor"),
     }
 )
 

@@ -8,9 +8,16 @@ import signal
 class TrainingError(RuntimeError):
     """A run cannot start or go on."""
 
+    is_told_elsewhere = False
+    """Whether another process of the same job says it."""
+
 
 class NonFiniteError(TrainingError):
     """The loss or the gradient is not a number; the parameters were not touched."""
+
+
+class LostProcessError(TrainingError):
+    """Another process of the job does not answer."""
 
 
 class TrainingInterrupted(TrainingError):

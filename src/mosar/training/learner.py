@@ -7,6 +7,7 @@ not depend on where a run was interrupted.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from mosar.training.objective import Objective, Terms
 from mosar.training.precision import autocast
 from mosar.training.schedule import learning_rate
 from mosar.training.stopping import StopRequest
+from mosar.training.team import Team
 
 
 @dataclass
@@ -34,20 +36,29 @@ class Learner:
     batches: Batches | TaskBatches
     names: dict[Tensor, str]
     """The name of each parameter."""
+    team: Team
+    """The processes that take the step together."""
+    terms: Callable[..., Terms]
+    """The objective of a batch, through the decoder."""
 
     @classmethod
     def build(
-        cls, config: RunConfig, batches: Batches | TaskBatches, *, initialise: bool = True
+        cls,
+        config: RunConfig,
+        batches: Batches | TaskBatches,
+        *,
+        initialise: bool = True,
+        team: Team | None = None,
     ) -> Learner:
-        decoder = Decoder(config.model, config.attention)
-        if initialise:
-            decoder.init_weights(config.train.seed)
-        decoder.to(config.train.device)
+        team = team or Team()
+        decoder = team.build_decoder(config, initialise=initialise)
         names: dict[Tensor, str] = {
             parameter: name for name, parameter in decoder.named_parameters()
         }
-        optimizer = build_optimizer(names, config)
-        return cls(config, decoder, optimizer, Objective(config), batches, names)
+        optimizer, objective = build_optimizer(names, config), Objective(config)
+        team.adapt_optimizer(optimizer)
+        terms = team.passer(objective, decoder)
+        return cls(config, decoder, optimizer, objective, batches, names, team, terms)
 
 
 def build_optimizer(names: dict[Tensor, str], config: RunConfig) -> torch.optim.AdamW:
@@ -74,13 +85,14 @@ def update(learner: Learner, step: int, stop: StopRequest | None = None) -> dict
     for group in optimizer.param_groups:
         group["lr"] = rate
     optimizer.zero_grad(set_to_none=True)
-    mean = Mean()
-    for tokens, *rest in learner.batches.of_step(step):
+    mean, passes = Mean(), learner.team.share.passes(config.train)
+    for number, (tokens, *rest) in enumerate(learner.batches.of_step(step), start=1):
         if stop:
             return None
-        with autocast(config.train):
-            terms = learner.objective(learner.decoder, tokens, *rest, step=step)
-        (terms.loss / config.train.accumulation).backward()
+        with learner.team.accumulating(number < passes):
+            with autocast(config.train):
+                terms = learner.terms(tokens, *rest, step=step)
+            (terms.loss / passes).backward()
         mean.add(terms)
     line = _line(learner, step, "train", mean)
     norm = _clip_gradients(learner, step)
@@ -92,9 +104,11 @@ def update(learner: Learner, step: int, stop: StopRequest | None = None) -> dict
 def evaluate(learner: Learner, step: int) -> dict[str, Any]:
     """The line of the metrics for the validation windows, after update number `step`."""
     mean = Mean()
-    for tokens, *rest in learner.batches.of_evaluation():
+    for (tokens, *rest), own in learner.batches.shared_evaluation():
         with autocast(learner.config.train):
-            mean.add(learner.objective(learner.decoder, tokens, *rest, step=step), len(tokens))
+            terms = learner.terms(tokens, *rest, step=step)
+        mean.add(terms, len(tokens) if own else 0)
+    learner.team.end_evaluation(learner.decoder)
     return _line(learner, step, "valid", mean)
 
 
@@ -113,8 +127,20 @@ class Mean:
                 before = self.sums[index]
                 self.sums[index] = value * weight if before is None else before + value * weight
 
-    def values(self) -> tuple[float, float, float | None, list[Any] | None]:
-        loss, lm_loss, reach, shares = (None if s is None else s / self.weight for s in self.sums)
+    def values(self, team: Team) -> tuple[float, float, float | None, list[Any] | None]:
+        """Over all that the team saw."""
+        sums, weight = self.sums, self.weight
+        if team.num_processes > 1:
+            # One sum for all of them; in float64, as there are few.
+            there = [s for s in sums if s is not None]
+            flat = torch.cat([s.double().flatten() for s in there])
+            *parts, total = team.sum(torch.cat([flat, flat.new_tensor([weight])])).split(
+                [s.numel() for s in there] + [1]
+            )
+            summed = iter(part.view(s.shape) for part, s in zip(parts, there, strict=True))
+            sums = [None if s is None else next(summed) for s in sums]
+            weight = float(total)
+        loss, lm_loss, reach, shares = (None if s is None else s / weight for s in sums)
         assert loss is not None and lm_loss is not None
         return (
             float(loss),
@@ -125,7 +151,7 @@ class Mean:
 
 
 def _line(learner: Learner, step: int, split: str, mean: Mean) -> dict[str, Any]:
-    loss, lm_loss, reach, shares = mean.values()
+    loss, lm_loss, reach, shares = mean.values(learner.team)
     if not math.isfinite(loss):
         what = "loss" if split == "train" else "validation loss"
         raise NonFiniteError(f"step {step}: the {what} is {loss}")
@@ -146,20 +172,17 @@ def _line(learner: Learner, step: int, split: str, mean: Mean) -> dict[str, Any]
 
 def _clip_gradients(learner: Learner, step: int) -> float:
     """The norm of the gradient before clipping; a NonFiniteError names who spoilt it."""
-    gradients = [p.grad for p in learner.names if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients)
+    team = learner.team
+    norm = team.gradient_norm(learner.names)
     value = float(norm)
     if not math.isfinite(value):
-        bad = [
-            name
-            for parameter, name in learner.names.items()
-            if parameter.grad is not None and not bool(parameter.grad.isfinite().all())
-        ]
+        spoilt = team.bad_gradients(learner.names)
+        bad = [name for name, is_bad in zip(learner.names.values(), spoilt, strict=True) if is_bad]
         some = ", ".join(bad[:3]) + (f" and {len(bad) - 3} more" if len(bad) > 3 else "")
         raise NonFiniteError(
             f"step {step}: the gradient is {value}" + (f" (in {some})" if bad else "")
         )
     most = learner.config.train.grad_clip
     if most is not None and value > most:
-        torch.nn.utils.clip_grads_with_norm_(list(learner.names), most, norm)
+        team.clip(learner.names, most, norm)
     return value

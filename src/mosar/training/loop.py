@@ -10,6 +10,8 @@ that goes on from a checkpoint is bit for bit the run that was never interrupted
 from __future__ import annotations
 
 import base64
+import hashlib
+import json
 import shutil
 import time
 from collections.abc import Iterator
@@ -23,9 +25,14 @@ import torch
 from mosar.records import environment
 from mosar.training import checkpoints
 from mosar.training.batches import Batches, TaskBatches, open_batches
-from mosar.training.checkpoints import Checkpoint, DamagedCheckpoint, load_parameters
+from mosar.training.checkpoints import Checkpoint, DamagedCheckpoint
 from mosar.training.config import RunConfig
-from mosar.training.errors import NonFiniteError, TrainingError, TrainingInterrupted
+from mosar.training.errors import (
+    LostProcessError,
+    NonFiniteError,
+    TrainingError,
+    TrainingInterrupted,
+)
 from mosar.training.learner import Learner, evaluate, update
 from mosar.training.precision import check_precision
 from mosar.training.progress import Reporter
@@ -42,7 +49,8 @@ from mosar.training.run_folder import (
     write_config,
 )
 from mosar.training.stopping import StopRequest, stop_requests
-from mosar.training.tensorboard import check_tensorboard, tensorboard_writer
+from mosar.training.team import Team, held_by_first, open_team
+from mosar.training.tensorboard import Board, check_tensorboard, tensorboard_writer
 
 
 @dataclass(frozen=True)
@@ -74,46 +82,84 @@ def train(
     instead of the usual bar.
     """
     out = Path(out)
-    if has_run(out) and not resume:
-        raise TrainingError(f"{out} already holds a run; give another --out")
-    check_precision(config.train)
-    check_tensorboard(config)
-    with _disk_errors(out), locked(out), stop_requests() as stop, torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.train.seed)
-        batches = open_batches(config)
+    team = open_team(config)
+    with _endings(out), team.running(out):
+        with team.together():
+            check_precision(config.train)
+            check_tensorboard(config)
+        if not team.is_first:
+            reporter = Reporter.silent()
         reporter = reporter or Reporter(config.train.steps, progress=progress)
-        checkpoint = _open_run(config, out, batches, reporter)
-        learner = Learner.build(config, batches, initialise=checkpoint is None)
-        if checkpoint is not None:
-            _restore(learner, checkpoint, reporter)
-        _check_space(learner, out)
-        start = 0 if checkpoint is None else checkpoint.step
-        # Without a checkpoint even the evaluation before the first step is done again.
-        truncate_metrics(out / METRICS, start if start else -1)
-        metrics = MetricsFile(out / METRICS)
-        try:
-            with reporter.running(start), tensorboard_writer(config, out, start) as board:
-                for line in _steps(learner, out, start, stop, metrics):
-                    metrics.append(line)
-                    board.write(line)
-                    reporter.show(line)
-        finally:
-            metrics.close()
-    return _result(out, config.train.steps, start)
+        with (
+            held_by_first(team, locked(out)),
+            stop_requests(patient=team.num_processes > 1) as stop,
+            torch.random.fork_rng(devices=[]),
+        ):
+            return _train(config, out, team, stop, reporter, resume=resume)
+
+
+def _train(
+    config: RunConfig, out: Path, team: Team, stop: StopRequest, reporter: Reporter, *, resume: bool
+) -> TrainResult:
+    torch.manual_seed(config.train.seed)
+    with team.together():
+        batches = open_batches(config, team.share)
+    _check_agreement(team, config, batches)
+    start = team.from_first(lambda: _open_run(config, out, batches, reporter, resume=resume))
+    learner = Learner.build(config, batches, initialise=start == 0, team=team)
+    if start:
+        _restore(learner, checkpoints.open_checkpoint(out / CHECKPOINTS, start), reporter)
+    team.from_first(lambda: _check_space(learner, out))
+    with _writers(config, out, start, team) as writers, reporter.running(start):
+        for line in _steps(learner, out, start, stop, writers.metrics):
+            writers.write(line)
+            reporter.show(line)
+    losses = team.from_first(lambda: _last_losses(out))
+    return TrainResult(out, config.train.steps, start, *losses)
+
+
+@dataclass
+class _Writers:
+    """Where the lines of the metrics go; nowhere but in the first process."""
+
+    metrics: MetricsFile | None = None
+    board: Board | None = None
+
+    def write(self, line: dict[str, Any]) -> None:
+        if self.metrics is not None and self.board is not None:
+            self.metrics.append(line)
+            self.board.write(line)
+
+
+@contextmanager
+def _writers(config: RunConfig, out: Path, start: int, team: Team) -> Iterator[_Writers]:
+    if not team.is_first:
+        yield _Writers()
+        return
+    # Without a checkpoint even the evaluation before the first step is done again.
+    truncate_metrics(out / METRICS, start if start else -1)
+    metrics = MetricsFile(out / METRICS)
+    try:
+        with tensorboard_writer(config, out, start) as board:
+            yield _Writers(metrics, board)
+    finally:
+        metrics.close()
 
 
 def _steps(
-    learner: Learner, out: Path, start: int, stop: StopRequest, metrics: MetricsFile
+    learner: Learner, out: Path, start: int, stop: StopRequest, metrics: MetricsFile | None
 ) -> Iterator[dict[str, Any]]:
     """Runs the steps after `start`; yields the lines of the metrics, saves checkpoints."""
-    train = learner.config.train
+    train, team = learner.config.train, learner.team
     saved = start
     if start == 0:
         yield evaluate(learner, 0)
+    # Several processes can only stop at the same place: the end of a step.
+    within_step = stop if team.num_processes == 1 else None
     clock = Clock()
     for step in range(start + 1, train.steps + 1):
         with clock:
-            line = update(learner, step, stop)
+            line = update(learner, step, within_step)
         if line is None:
             raise _interrupted(learner, out, step - 1, saved, stop, metrics)
         clock.tokens += learner.config.tokens_per_step
@@ -126,7 +172,7 @@ def _steps(
         if step % train.checkpoint_every == 0 or milestone or last:
             save(learner, out, step, metrics)
             saved = step
-        if stop and not last:
+        if team.stopped(stop) and not last:
             raise _interrupted(learner, out, step, saved, stop, metrics)
 
 
@@ -153,33 +199,51 @@ def save(learner: Learner, out: Path, step: int, metrics: MetricsFile | None = N
     if metrics is not None:
         # A checkpoint promises that the lines up to it are there.
         metrics.sync()
-    train, folder = learner.config.train, out / CHECKPOINTS
+    train, folder, team = learner.config.train, out / CHECKPOINTS, learner.team
     state = {
         "config_hash": learner.config.fingerprint(),
+        # Every process has the same: seeded alike, and a step draws nothing.
         "rng": {"torch": base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode()},
         "environment": environment(),
+        "mesh": team.describe(),
     }
-    path = checkpoints.write_checkpoint(
-        folder,
-        step,
-        {name: parameter for parameter, name in learner.names.items()},
-        checkpoints.optimizer_tensors(learner.optimizer, learner.names),
-        state,
+    path = team.write_checkpoint(learner, folder, step, state)
+    team.from_first(
+        lambda: checkpoints.prune_checkpoints(folder, train.keep_last, train.keep_every)
     )
-    checkpoints.prune_checkpoints(folder, train.keep_last, train.keep_every)
     return path
 
 
+def _check_agreement(team: Team, config: RunConfig, batches: Batches | TaskBatches) -> None:
+    """A TrainingError where processes were started with different configurations or data."""
+    values = {**config.flat(), "data.folder": None, "data": batches.fingerprint()}
+    own = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+    first = team.from_first(lambda: own)
+    with team.together():
+        if own != first:
+            raise TrainingError(
+                "this process has another configuration or other data than the first one; start "
+                "all with the same options and the same data"
+            )
+
+
 def _open_run(
-    config: RunConfig, out: Path, batches: Batches | TaskBatches, reporter: Reporter
-) -> Checkpoint | None:
-    """Makes `out` the folder of this run; the checkpoint to go on from, None at the beginning."""
+    config: RunConfig,
+    out: Path,
+    batches: Batches | TaskBatches,
+    reporter: Reporter,
+    *,
+    resume: bool,
+) -> int:
+    """Makes `out` the folder of this run; the step of the checkpoint to go on from, or 0."""
     folder, fingerprint = out / CHECKPOINTS, batches.fingerprint()
+    if has_run(out) and not resume:
+        raise TrainingError(f"{out} already holds a run; give another --out")
     if not has_run(out):
         if checkpoints.list_steps(folder):
             raise TrainingError(f"{out} has checkpoints but no config.json; give another --out")
         write_config(out, config, fingerprint)
-        return None
+        return 0
     check_same_run(out, config, fingerprint, reporter.say)
     checkpoints.remove_unfinished(folder)
     try:
@@ -195,12 +259,11 @@ def _open_run(
             raise TrainingError(f"{checkpoint.path} belongs to a run of another configuration")
     if read_config(out) != config:
         write_config(out, config, fingerprint)
-    return checkpoint
+    return 0 if checkpoint is None else checkpoint.step
 
 
 def _restore(learner: Learner, checkpoint: Checkpoint, reporter: Reporter) -> None:
-    load_parameters(learner.decoder, checkpoint)
-    checkpoints.restore_optimizer(learner.optimizer, learner.names, checkpoint.optimizer())
+    learner.team.read_checkpoint(learner, checkpoint)
     state = base64.b64decode(checkpoint.state["rng"]["torch"])
     torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
     reporter.say(f"going on from step {checkpoint.step}")
@@ -210,12 +273,24 @@ def _restore(learner: Learner, checkpoint: Checkpoint, reporter: Reporter) -> No
         for key in ("torch", "cpu", "cpu_capability", "threads")
         if was.get(key) != now[key]
     ]
+    mesh = checkpoint.state.get("mesh")
+    if mesh != learner.team.describe():
+        changed.append(f"processes {_mesh(mesh)} → {_mesh(learner.team.describe())}")
     if changed:
         reporter.say(f"{', '.join(changed)}: the last bits may differ from a run in one go")
 
 
+def _mesh(mesh: dict[str, int] | None) -> str:
+    return " x ".join(f"{name} {n}" for name, n in mesh.items()) if mesh else "1"
+
+
 def _interrupted(
-    learner: Learner, out: Path, step: int, saved: int, stop: StopRequest, metrics: MetricsFile
+    learner: Learner,
+    out: Path,
+    step: int,
+    saved: int,
+    stop: StopRequest,
+    metrics: MetricsFile | None,
 ) -> TrainingInterrupted:
     """The exception to raise, once `step` is saved."""
     if saved != step:
@@ -224,7 +299,9 @@ def _interrupted(
     kept = f"saved at step {step}" if step else "before the first step was done"
     total = learner.config.train.steps
     message = f"stopped, {kept} of {total}; go on with: mosar train --out {out}"
-    return TrainingInterrupted(message, stop.signal_number)
+    error = TrainingInterrupted(message, stop.signal_number)
+    error.is_told_elsewhere = not learner.team.is_first
+    return error
 
 
 def _check_space(learner: Learner, out: Path) -> None:
@@ -239,15 +316,24 @@ def _check_space(learner: Learner, out: Path) -> None:
 
 
 @contextmanager
-def _disk_errors(out: Path) -> Iterator[None]:
+def _endings(out: Path) -> Iterator[None]:
+    """Says with what stopped the run what is left of it."""
     try:
         yield
     except NonFiniteError as error:
-        raise NonFiniteError(f"{error}; the run stopped, {_last_good(out)}") from None
+        raise _like(error, f"{error}; the run stopped, {_last_good(out)}") from None
+    except LostProcessError as error:
+        raise _like(error, f"{error}; {_last_good(out)}, start the job again") from None
     except OSError as error:
         where = error.filename or out
         reason = error.strerror or str(error)
         raise TrainingError(f"{where}: {reason}; {_last_good(out)}") from error
+
+
+def _like(error: TrainingError, message: str) -> TrainingError:
+    said = type(error)(message)
+    said.is_told_elsewhere = error.is_told_elsewhere
+    return said
 
 
 def _last_good(out: Path) -> str:
@@ -255,7 +341,7 @@ def _last_good(out: Path) -> str:
     return f"the last checkpoint is that of step {steps[-1]}" if steps else "no checkpoint is lost"
 
 
-def _result(out: Path, step: int, resumed_from: int) -> TrainResult:
-    lines = read_metrics(out)
-    losses = {line["split"]: line["lm_loss"] for line in lines}
-    return TrainResult(out, step, resumed_from, losses["train"], losses["valid"])
+def _last_losses(out: Path) -> list[float]:
+    """Of the last step that was logged, and of the last evaluation."""
+    losses = {line["split"]: line["lm_loss"] for line in read_metrics(out)}
+    return [losses["train"], losses["valid"]]

@@ -9,7 +9,7 @@ Shapes: B windows, T tokens each, N = B·T, C hidden size, V vocabulary, L layer
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -45,6 +45,8 @@ class Objective:
         self.softcap = config.model.final_softcap
         self.loss_chunk = config.train.loss_chunk
         self.checkpoint_activations = config.train.checkpoint_activations
+        self.merge_shares: Callable[[Tensor], Tensor] | None = None
+        """The mean over processes that route groups of heads of their own, where there are such."""
 
     def cost_weight(self, step: int) -> float:
         """lambda in update number `step` >= 1; it is whole from step `cost_warmup` on."""
@@ -83,6 +85,8 @@ class Objective:
         weight = self.cost_weight(step)
         with torch.set_grad_enabled(torch.is_grad_enabled() and weight != 0):
             shares = _regime_shares(output.routings)
+            if self.merge_shares is not None:
+                shares = self.merge_shares(shares)
             # The cost is linear in the probabilities: that of their means is the mean of all.
             reach = normalized_reach_cost(shares[0], shares[1], self.geometry)
         # A weight of 0 leaves the routers to the language model's loss alone, bit for bit.

@@ -26,6 +26,13 @@ class Reporter:
         self._bar: Progress | None = None
         self._valid = ""
 
+    @classmethod
+    def silent(cls) -> Reporter:
+        """One that shows nothing at all."""
+        reporter = cls(0, progress=False)
+        reporter._console.quiet = True
+        return reporter
+
     @contextmanager
     def running(self, start: int) -> Iterator[None]:
         """While the steps after `start` are done."""

@@ -20,8 +20,11 @@ class StopRequest:
 
 
 @contextmanager
-def stop_requests() -> Iterator[StopRequest]:
-    """Turns the first signal into a request; a second one ends the process as it usually would."""
+def stop_requests(*, patient: bool = False) -> Iterator[StopRequest]:
+    """Turns the first signal into a request; a second one ends the process as it usually would.
+
+    With `patient` it does not: a launcher passes on what its queue tells every process anyway.
+    """
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         # Python delivers signals to the main thread; whoever owns it decides what they mean.
@@ -31,6 +34,8 @@ def stop_requests() -> Iterator[StopRequest]:
 
     def ask(number: int, frame: object) -> None:
         request.signal_number = number
+        if patient:
+            return
         for each, handler in before.items():
             signal.signal(each, handler)
 

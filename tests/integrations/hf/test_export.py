@@ -182,6 +182,10 @@ def test_what_cannot_be_exported(run, dataset, bpe_dataset, tmp_path):
     with pytest.raises(ModelFolderError, match="is not empty"):
         export_run(source, out)
     export_run(source, out, force=True)
+    (out / "notes.txt").write_text("mine")
+    with pytest.raises(ModelFolderError, match=r"holds notes.txt, which no export wrote"):
+        export_run(source, out, force=True)
+    (out / "notes.txt").unlink()
     with pytest.raises(ModelFolderError, match="something else than an exported model"):
         export_run(source, moved, force=True)
     with pytest.raises(ModelFolderError, match="is not the data that the run of"):

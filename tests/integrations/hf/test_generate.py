@@ -200,3 +200,25 @@ def test_wrong_use_is_named():
         model.generate(tokens, cache_implementation="static", max_new_tokens=2)
     with pytest.raises(ValueError, match="requires a gradient"), torch.enable_grad():
         model(tokens, use_cache=True)
+
+
+def test_padding_on_the_right_is_refused():
+    model = small_model()
+    for mask in (MASK.flip(1), torch.zeros_like(MASK)):
+        with pytest.raises(ValueError, match="padding on the left: rows"):
+            written(model, mask=mask, new=1)
+
+
+@torch.no_grad()
+def test_a_cache_of_another_routing():
+    model = small_model(routing="soft")
+    cache = written(model).past_key_values
+    model.set_routing("top1")
+    with pytest.raises(ValueError, match=r"cache\.set_routing changes it"):
+        model(PROMPT[:, :1], past_key_values=cache)
+    cache.set_routing("top1")
+    assert cache.routing == "top1"
+    model(PROMPT[:, :1], past_key_values=cache)
+    assert all(layer.is_initialized for layer in cache.layers)
+    with pytest.raises(ValueError, match="none to set"):
+        small_model("rope").new_cache().set_routing("soft")

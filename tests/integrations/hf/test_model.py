@@ -220,7 +220,7 @@ def test_wrong_calls_are_named():
     for options, rule in (
         ({}, "either input_ids or inputs_embeds"),
         ({"input_ids": tokens, "inputs_embeds": torch.zeros(2, 45, 32)}, "either input_ids or"),
-        ({"input_ids": tokens[0]}, r"input_ids must be \[B, T\], got \[45\]"),
+        ({"input_ids": tokens[0]}, r"input_ids must be \[B, T\] with T >= 1, got \[45\]"),
         ({"inputs_embeds": torch.zeros(2, 45, 31)}, r"must be \[B, T, 32\], got \[2, 45, 31\]"),
         ({"input_ids": tokens, "output_attentions": True}, "output_attentions must be False"),
         (
@@ -260,3 +260,38 @@ def test_folders_that_hold_no_model(tmp_path):
         config.write_text(json.dumps(values | change))
         with pytest.raises(ModelFolderError, match=rule):
             load_model(tmp_path)
+
+
+@torch.no_grad()
+def test_packed_texts_need_no_option():
+    """Positions that start again are packed texts, for which no cache is made unasked."""
+    model, tokens = small_model(), some_tokens()[:1]
+    positions = torch.cat([torch.arange(25), torch.arange(20)])[None]
+    out = model(tokens, position_ids=positions)
+    assert out.past_key_values is None
+    alone = torch.cat([logits(model, tokens[:, :25]), logits(model, tokens[:, 25:])], dim=1)
+    torch.testing.assert_close(out.logits, alone, rtol=0, atol=2e-5)
+    with pytest.raises(ValueError, match="packed texts cannot be cached"):
+        model(tokens, position_ids=positions, use_cache=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"input_ids": torch.zeros(1, 0, dtype=torch.int64)}, "with T >= 1"),
+        ({"input_ids": torch.tensor([[3, 61]])}, r"0\.\.60, got 61"),
+        ({"input_ids": torch.tensor([[-1, 3]])}, r"0\.\.60, got -1"),
+        (
+            {"input_ids": torch.ones(1, 3).long(), "labels": torch.ones(1, 2).long()},
+            r"labels must be \[1, 3\]",
+        ),
+    ],
+)
+def test_wrong_tokens_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        small_model()(**options)
+
+
+def test_wrong_options_of_a_cache_are_named():
+    with pytest.raises(ValueError, match=r"options of a cache are crop_margin.*got 'foo'"):
+        small_model().new_cache(foo=1)

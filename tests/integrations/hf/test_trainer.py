@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
 from model.models import small_model
 from mosar.geometries import VARIANTS, AttentionConfig
@@ -95,3 +95,28 @@ def test_the_cost_shortens_reach_and_accumulates(tmp_path):
         assert (parameter - same).abs().max() < 0.02 * (same - before[name]).abs().max() + 1e-6, (
             name
         )
+
+
+def test_label_smoothing(tmp_path):
+    """Trainer shifts the labels of a causal model; the cost, which it leaves out, is refused."""
+    trainer, _ = trained(VARIANTS["mosar"], tmp_path, steps=1, label_smoothing_factor=0.1)
+    batch = torch.stack([Texts()[0]["input_ids"]])
+    with torch.no_grad():
+        loss = trainer.compute_loss(trainer.model, {"input_ids": batch, "labels": batch.clone()})
+        logits = trainer.model(batch).logits[:, :-1]
+    exact = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), batch[:, 1:].flatten(), label_smoothing=0.1
+    )
+    torch.testing.assert_close(loss, exact)
+    with pytest.raises(ValueError, match="label_smoothing_factor must be 0"):
+        trained(COST, tmp_path, steps=1, label_smoothing_factor=0.1)
+
+
+def test_the_warmup_finds_the_model_inside(tmp_path):
+    """Distributed training and adapters put another module around it."""
+    model = MosarForCausalLM(MosarDecoderConfig.from_decoder(small_model(), COST))
+    outer = torch.nn.ModuleDict({"base": torch.nn.ModuleList([model])})
+    arguments = TrainingArguments(output_dir=str(tmp_path), report_to=[], use_cpu=True)
+    state = TrainerState(global_step=3)
+    RoutingCostWarmup().on_step_begin(arguments, state, TrainerControl(), model=outer)
+    assert model.cost_step == 4

@@ -7,6 +7,7 @@ model.set_routing("sparse")
 
 try:
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 except ModuleNotFoundError as error:
     if (error.name or "").partition(".")[0] != "transformers":
         raise
@@ -29,3 +30,7 @@ __all__ = [
 
 AutoConfig.register(MosarDecoderConfig.model_type, MosarDecoderConfig, exist_ok=True)
 AutoModelForCausalLM.register(MosarDecoderConfig, MosarForCausalLM, exist_ok=True)
+# By this table Trainer knows whose labels it must shift itself, when it smooths them.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault(
+    MosarDecoderConfig.model_type, MosarForCausalLM.__name__
+)

@@ -35,6 +35,14 @@ class MosarCacheLayer(CacheLayerMixin):
     def batch_size(self) -> int:
         return self.state.batch_size
 
+    @property
+    def is_initialized(self) -> bool:
+        return self.state.slots > 0
+
+    @is_initialized.setter
+    def is_initialized(self, value: bool) -> None:
+        """Follows from the tokens; the base class sets it to False at first."""
+
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: the first tokens bring their shapes."""
 
@@ -94,6 +102,12 @@ class MosarCache(Cache):
     def routing(self) -> str | None:
         """The routing it is for; None: any."""
         return self.states[0].routing if isinstance(self.states, RegimeCache) else None
+
+    def set_routing(self, routing: str) -> None:
+        """Makes it serve another routing; a ValueError where keys that it needs were evicted."""
+        if not isinstance(self.states, RegimeCache):
+            raise ValueError("a cache without regimes serves any routing: it has none to set")
+        self.states.set_routing(routing)
 
     @property
     def used_bytes(self) -> int:

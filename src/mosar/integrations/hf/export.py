@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from mosar.data.errors import DataError
 from mosar.data.manifest import Manifest
-from mosar.data.tokenizer import Tokenizer, load_tokenizer
+from mosar.data.tokenizer import Tokenizer
 from mosar.evaluation.errors import EvaluationError
 from mosar.evaluation.subject import Subject
 from mosar.integrations.hf.card import model_card
@@ -25,7 +24,6 @@ from mosar.integrations.hf.errors import ModelFolderError
 from mosar.integrations.hf.folders import CARD, CONFIG, WEIGHTS, load_model, new_folder, quiet
 from mosar.integrations.hf.model import MosarForCausalLM
 from mosar.integrations.hf.tokenizer import fast_tokenizer
-from mosar.training.batches import data_fingerprint
 from mosar.training.checkpoints import write_synced
 from mosar.training.config import RunConfig
 from mosar.training.run_folder import METRICS, read_metrics
@@ -55,7 +53,7 @@ def export_run(
     try:
         subject = Subject.open(run, step)
         manifest, tokenizer = _open_data(subject, data)
-    except (EvaluationError, DataError) as error:
+    except EvaluationError as error:
         raise ModelFolderError(str(error)) from None
     end = {}
     if tokenizer is not None:
@@ -113,23 +111,7 @@ def _open_data(subject: Subject, data: Path | None) -> tuple[Manifest | None, To
     """The dataset that the run was trained on and its tokenizer; neither where it learnt a task."""
     if subject.config.data.task != "text":
         return None, None
-    return open_tokenizer(subject.config, subject.data_fingerprint, subject.run, data)
-
-
-def open_tokenizer(
-    config: RunConfig, fingerprint: str, run: Path, data: Path | None
-) -> tuple[Manifest, Tokenizer]:
-    """The manifest and the tokenizer of a run's dataset, wherever it lies now."""
-    folder = Path(config.data.folder) if data is None else data
-    if data is None and not folder.is_dir():
-        raise ModelFolderError(f"the data of {run} is not in {folder} any more; say where: --data")
-    manifest = Manifest.read(folder)
-    if data_fingerprint(manifest) != fingerprint:
-        raise ModelFolderError(
-            f"{folder} is not the data that {run} was trained on: its contents differ; give the "
-            "folder it was trained on, or a copy, with --data"
-        )
-    return manifest, load_tokenizer(folder)
+    return subject.open_tokenizer(data)
 
 
 def _narrow(model: MosarForCausalLM, dtype: torch.dtype) -> None:

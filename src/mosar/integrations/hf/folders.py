@@ -18,6 +18,10 @@ from mosar.integrations.hf.errors import ModelFolderError
 from mosar.integrations.hf.model import MosarForCausalLM
 
 CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
+_WRITTEN = (
+    *(CONFIG, CARD, "generation_config.json", "*.safetensors", "*.safetensors.index.json"),
+    *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
+)
 
 
 def is_model_folder(folder: Path) -> bool:
@@ -60,6 +64,11 @@ def load_model(folder: Path | str, *, dtype: torch.dtype | None = None) -> Mosar
     return model.eval()
 
 
+def _is_ours(path: Path) -> bool:
+    """Whether a file is one that exporting or `save_pretrained` writes."""
+    return path.is_file() and any(path.match(pattern) for pattern in _WRITTEN)
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
     """Without the progress bars and remarks of transformers."""
@@ -85,6 +94,12 @@ def new_folder(out: Path, *, replace: bool, what: str) -> Iterator[Path]:
             raise ModelFolderError(f"{out} is not empty; choose another --out")
         if not is_model_folder(out):
             raise ModelFolderError(f"{out} holds something else than {what}; choose another --out")
+        foreign = sorted(path.name for path in out.iterdir() if not _is_ours(path))
+        if foreign:
+            raise ModelFolderError(
+                f"{out} holds {foreign[0]}, which no export wrote and replacing would delete; move "
+                "it, or choose another --out"
+            )
     try:
         with staged_folder(out, replace=True, replaceable=lambda _: True) as staging:
             yield staging

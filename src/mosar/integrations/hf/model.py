@@ -22,11 +22,12 @@ from transformers.utils.generic import can_return_tuple
 
 from mosar.attention import ROUTINGS, Routing
 from mosar.core.config import MoSARConfig
+from mosar.core.layout import can_check_values
 from mosar.core.losses import normalized_reach_cost
 from mosar.geometries import Geometry, LayerRouting
 from mosar.integrations.hf.cache import MosarCache
 from mosar.integrations.hf.config import MosarDecoderConfig
-from mosar.integrations.hf.placement import place_tokens
+from mosar.integrations.hf.placement import place_tokens, starts_again
 from mosar.model.decoder import Decoder
 from mosar.model.norm import RMSNorm
 
@@ -156,6 +157,13 @@ class MosarForCausalLM(PreTrainedModel, GenerationMixin):
         if output_attentions:
             raise ValueError("output_attentions must be False: no kernel holds the probabilities")
         x = self._embed(input_ids, inputs_embeds)
+        if labels is not None and labels.shape != x.shape[:2]:
+            raise ValueError(
+                f"labels must be {list(x.shape[:2])} like the tokens, got {list(labels.shape)}"
+            )
+        if use_cache is None and attention_mask is None and position_ids is not None:
+            # Packed texts are not gone on with, and there is no cache for them.
+            use_cache = False if starts_again(position_ids) else None
         cache = self._cache(past_key_values, use_cache)
         if cache is not None:
             self.decoder.check_cache(cache.states)
@@ -202,12 +210,25 @@ class MosarForCausalLM(PreTrainedModel, GenerationMixin):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         size = self.config.hidden_size
-        if input_ids is not None and input_ids.dim() != 2:
-            raise ValueError(f"input_ids must be [B, T], got {list(input_ids.shape)}")
+        if input_ids is not None:
+            self._check_ids(input_ids)
         embeds = self.decoder.embedding(input_ids) if inputs_embeds is None else inputs_embeds
         if embeds.dim() != 3 or embeds.shape[2] != size:
             raise ValueError(f"inputs_embeds must be [B, T, {size}], got {list(embeds.shape)}")
         return embeds * size**0.5
+
+    def _check_ids(self, ids: Tensor) -> None:
+        if ids.dim() != 2 or not ids.shape[1]:
+            raise ValueError(f"input_ids must be [B, T] with T >= 1, got {list(ids.shape)}")
+        if can_check_values(ids):
+            lowest, highest = (int(value) for value in ids.aminmax())
+            size = self.decoder.embedding.num_embeddings
+            if lowest < 0 or highest >= size:
+                wrong = lowest if lowest < 0 else highest
+                raise ValueError(
+                    f"input_ids must lie in 0..{size - 1}, got {wrong}: does the tokenizer belong "
+                    "to the model?"
+                )
 
     def _cache(self, given: Any, use_cache: bool | None) -> MosarCache | None:
         if given is None:
@@ -243,6 +264,7 @@ class MosarForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError(
                 f"cache_implementation must be None: the cache follows the routing; got {kind!r}"
             )
+        _check_left_padding(model_kwargs.get("attention_mask"))
         given = model_kwargs.get("past_key_values")
         if given is not None:
             given._is_user_defined = True
@@ -250,6 +272,18 @@ class MosarForCausalLM(PreTrainedModel, GenerationMixin):
             model_kwargs["past_key_values"] = self.new_cache()
             if generation_config.is_assistant:
                 model_kwargs["past_key_values"].activate_past_recording()
+
+
+def _check_left_padding(mask: Tensor | None) -> None:
+    """New tokens follow the last column, so that every row must end with a token."""
+    if mask is None or mask.dim() != 2:
+        return
+    rows = (mask[:, -1] == 0).nonzero()[:, 0].tolist()
+    if rows:
+        raise ValueError(
+            f"generate needs padding on the left: rows {rows} of attention_mask end with padding; "
+            'use tokenizer.padding_side = "left"'
+        )
 
 
 def expected_reach(

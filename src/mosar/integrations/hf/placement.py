@@ -37,9 +37,21 @@ def place_tokens(
             f"got {list(position_ids.shape)}"
         )
     positions = position_ids.expand(rows, -1).long().to(tokens.device)
+    if valid is None and cache is not None:
+        if starts_again(positions):
+            raise ValueError(
+                "position_ids start again within a row: packed texts cannot be cached; pass "
+                "use_cache=False"
+            )
+        return {"key_positions": positions}
     if valid is None:
-        return _place_texts(positions) if cache is None else {"key_positions": positions}
+        return _place_texts(positions)
     return {"key_positions": positions.masked_fill(~valid, 0), "key_valid": valid}
+
+
+def starts_again(positions: Tensor) -> bool:
+    """Whether positions [B, T] go back within a row, as when texts are packed."""
+    return not torch.compiler.is_compiling() and bool((positions.diff(dim=1) < 0).any())
 
 
 def _valid(tokens: Tensor, mask: Tensor | None, cache: MosarCache | None) -> Tensor | None:

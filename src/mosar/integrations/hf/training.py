@@ -6,12 +6,28 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from mosar.integrations.hf.model import MosarForCausalLM
+
 
 class RoutingCostWarmup(TrainerCallback):
     """Lets lambda grow over `cost_warmup` updates, as `mosar train` does.
 
     Trainer(model, args, callbacks=[RoutingCostWarmup()], ...). Without it lambda is whole at once.
     """
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        if args.label_smoothing_factor and _unwrapped(model).decoder.attention_config.cost_weight:
+            raise ValueError(
+                "label_smoothing_factor must be 0 with a cost_weight: Trainer then computes the "
+                f"loss without the routing cost; got {args.label_smoothing_factor}"
+            )
 
     def on_step_begin(
         self,
@@ -36,6 +52,4 @@ class RoutingCostWarmup(TrainerCallback):
 
 def _unwrapped(model: Any) -> Any:
     """The model inside what distributed training or an adapter put around it."""
-    while not hasattr(model, "cost_step") and (inner := getattr(model, "module", None)) is not None:
-        model = inner
-    return model
+    return next((part for part in model.modules() if isinstance(part, MosarForCausalLM)), model)

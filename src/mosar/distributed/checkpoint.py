@@ -1,0 +1,113 @@
+"""Checkpoints of several processes: torch.distributed.checkpoint with safetensors as storage.
+
+Each process writes its parts, each part once; the first process adds state.json with all checksums
+and renames the folder, as for one process. What is read may come from any mesh, or from one
+process. No file is a pickle: where the parts lie is in the headers of the files.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from mosar.training.checkpoints import (
+    Checkpoint,
+    begin_checkpoint,
+    checkpoint_path,
+    file_checksum,
+    finish_checkpoint,
+    optimizer_tensors,
+    sync,
+    unfinished_path,
+)
+from mosar.training.errors import TrainingError
+from mosar.training.shards import OPTIMIZER_STATE, PARAMETERS, shard_prefix
+
+if TYPE_CHECKING:
+    from mosar.distributed.team import ProcessTeam
+    from mosar.training.learner import Learner
+
+
+def write_checkpoint(
+    team: ProcessTeam, learner: Learner, folder: Path, step: int, state: dict[str, Any]
+) -> Path:
+    """Writes one together; where a process cannot, all raise and nothing half-written stays."""
+    beside = unfinished_path(folder, step)
+    try:
+        team.from_first(lambda: begin_checkpoint(folder, step))
+        with team.together():
+            if not beside.is_dir():
+                raise TrainingError(
+                    f"{folder} is not the same folder for every process: --out must lie on a disk "
+                    "that all of them share"
+                )
+        _save(_tensors(learner), learner, beside)
+        checksums: dict[str, str] = {}
+        with team.together():
+            for path in sorted(beside.glob(f"{shard_prefix(team.rank)}*")):
+                checksums[path.name] = file_checksum(path)
+            sync(beside)
+        everything = {name: s for part in team.gather(checksums) for name, s in part.items()}
+        team.from_first(
+            lambda: str(finish_checkpoint(folder, step, everything, state))  # a path is no JSON
+        )
+    finally:
+        if team.is_first:
+            shutil.rmtree(beside, ignore_errors=True)
+    return checkpoint_path(folder, step)
+
+
+def read_checkpoint(learner: Learner, checkpoint: Checkpoint) -> None:
+    """Puts parameters and optimizer back, each process reading what is its own."""
+    reader = HuggingFaceStorageReader(str(checkpoint.path))
+    saved = reader.read_metadata().state_dict_metadata
+    by_name = {name: parameter for parameter, name in learner.names.items()}
+    if not by_name.keys() <= saved.keys():
+        raise TrainingError(f"{checkpoint.path} has other parameters than the model")
+    tensors: dict[str, Tensor] = {name: p.detach() for name, p in by_name.items()}
+    for key in sorted(saved.keys() - by_name.keys()):
+        entry, _, name = key.partition(".")
+        parameter = by_name.get(name)
+        if parameter is None:
+            raise TrainingError(f"{checkpoint.path} has other parameters than the model")
+        if saved[key].size == parameter.shape:  # pyright: ignore[reportAttributeAccessIssue]
+            value = torch.zeros_like(parameter.detach())
+        else:
+            # The count of steps; a fused optimizer keeps it beside the parameter.
+            value = torch.zeros(saved[key].size, device=parameter.device)  # pyright: ignore[reportAttributeAccessIssue]
+        learner.optimizer.state[parameter][entry] = tensors[key] = value
+    load(tensors, storage_reader=reader)
+
+
+def _tensors(learner: Learner) -> dict[str, Tensor]:
+    parameters = {name: parameter.detach() for parameter, name in learner.names.items()}
+    state = optimizer_tensors(learner.optimizer, learner.names)
+    # In order: which process writes what several hold follows from it.
+    return parameters | dict(sorted(state.items()))
+
+
+def _save(tensors: dict[str, Tensor], learner: Learner, folder: Path) -> None:
+    names = set(learner.names.values())
+    files = {key: PARAMETERS if key in names else OPTIMIZER_STATE for key in tensors}
+    writer = HuggingFaceStorageWriter(
+        str(folder), fqn_to_index_mapping=files, save_distributed=True
+    )
+    try:
+        save(tensors, storage_writer=writer)
+    except CheckpointException as error:
+        # All processes raise it, with what went wrong in each of those that failed.
+        cause = next(iter(error.failures.values()))[0]
+        if isinstance(cause, OSError):
+            raise OSError(cause.errno, cause.strerror, cause.filename or str(folder)) from None
+        raise TrainingError(f"{folder} could not be written: {cause}") from None

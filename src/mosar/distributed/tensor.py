@@ -1,0 +1,234 @@
+"""Tensor parallelism: heads and feed-forward divided over processes, one routing for all of them.
+
+    q, k, v, gate, up    divided by rows of the weight: each process has its heads, its channels
+    o, down              divided by columns; the processes' partial sums are added
+    routers              W1 divided with the heads it reads; the partial sums of both routers are
+                         added in one message, so that every process holds the routing of the whole
+    the rest             (embedding, norms, the routers' second layers) whole in every process
+
+Fewer key/value heads than processes: keys, values and the key router are whole in every process,
+and each attends to the one key head that its queries read. Routing groups, where there are as many
+as processes or more, stay with their process and need no message.
+
+Divided parameters are DTensors, which FSDP2 and checkpoints understand; the arithmetic is on their
+local parts, with the gradients of `operators`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from mosar.core.outputs import RouterOutput
+from mosar.core.routers import PostPositionRouter, router_decision, router_projection
+from mosar.distributed.operators import add, common, copy
+from mosar.geometries import Alibi, Attended, Fixed, Geometry, LayerRouting, MoSAR, Rope, RopeMask
+from mosar.model.decoder import Attention, Decoder, FeedForward
+
+
+@dataclass(frozen=True)
+class TensorRanks:
+    """The processes that divide a layer, as one of them sees it."""
+
+    mesh: DeviceMesh
+    """One dimension."""
+    rank: int
+    size: int
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return self.mesh.get_group()
+
+
+def split_decoder(decoder: Decoder, ranks: TensorRanks) -> None:
+    """Divides the layers of a decoder that has no storage yet; parameters keep their names."""
+    for layer in decoder.layers:
+        assert isinstance(layer.attention, Attention) and isinstance(layer.ffn, FeedForward)
+        _split_attention(layer.attention, ranks)
+        _split_feed_forward(layer.ffn, ranks)
+
+
+def local(parameter: Tensor) -> Tensor:
+    """This process's part of a parameter, or the whole where it is not divided."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+class ColumnLinear(nn.Module):
+    """Some of the outputs of a linear layer: its weight divided by rows."""
+
+    def __init__(self, whole: nn.Linear, ranks: TensorRanks):
+        super().__init__()
+        self.weight = _divided(whole.weight, 0, ranks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, local(self.weight))
+
+
+class RowLinear(nn.Module):
+    """All outputs from some of the inputs: its weight divided by columns, partial sums added."""
+
+    def __init__(self, whole: nn.Linear, ranks: TensorRanks):
+        super().__init__()
+        self.weight = _divided(whole.weight, 1, ranks)
+        self.group = ranks.group
+
+    def forward(self, x: Tensor) -> Tensor:
+        return add(self.group, F.linear(x, local(self.weight)))
+
+
+def _divided(parameter: Tensor, dim: int, ranks: TensorRanks) -> nn.Parameter:
+    shape = list(parameter.shape)
+    shape[dim] //= ranks.size
+    part = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
+    return nn.Parameter(DTensor.from_local(part, ranks.mesh, [Shard(dim)], run_check=False))
+
+
+def _copy_input(module: nn.Module, ranks: TensorRanks) -> None:
+    def hook(_: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        x, *rest = arguments
+        return (*copy(ranks.group, x), *rest)
+
+    module.register_forward_pre_hook(hook)
+
+
+def _common_input(module: nn.Module, ranks: TensorRanks) -> None:
+    module.register_forward_pre_hook(lambda _, arguments: (common(ranks.size, arguments[0]),))
+
+
+def _split_feed_forward(ffn: FeedForward, ranks: TensorRanks) -> None:
+    _copy_input(ffn, ranks)
+    ffn.gate_proj, ffn.up_proj, ffn.down_proj = (  # pyright: ignore[reportAttributeAccessIssue]
+        ColumnLinear(ffn.gate_proj, ranks),
+        ColumnLinear(ffn.up_proj, ranks),
+        RowLinear(ffn.down_proj, ranks),
+    )
+
+
+def _split_attention(attention: Attention, ranks: TensorRanks) -> None:
+    _copy_input(attention, ranks)
+    attention.q_proj = ColumnLinear(attention.q_proj, ranks)  # pyright: ignore[reportAttributeAccessIssue]
+    attention.o_proj = RowLinear(attention.o_proj, ranks)  # pyright: ignore[reportAttributeAccessIssue]
+    heads = HeadSplit(ranks, attention.geometry.shape.num_kv_heads)
+    if heads.copies_keys:
+        _common_input(attention.k_proj, ranks)
+        _common_input(attention.v_proj, ranks)
+    else:
+        attention.k_proj = ColumnLinear(attention.k_proj, ranks)  # pyright: ignore[reportAttributeAccessIssue]
+        attention.v_proj = ColumnLinear(attention.v_proj, ranks)  # pyright: ignore[reportAttributeAccessIssue]
+    attention.geometry = _split_geometry(attention.geometry, heads)
+
+
+@dataclass(frozen=True)
+class HeadSplit:
+    """Which heads of a layer are this process's."""
+
+    ranks: TensorRanks
+    num_kv_heads: int
+
+    @property
+    def copies_keys(self) -> bool:
+        """Whether every process computes all keys and values."""
+        return self.num_kv_heads < self.ranks.size
+
+    def own_keys(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """The key/value heads [B, own, S, D] that this process's queries read."""
+        if not self.copies_keys:
+            return k, v
+        k, v = copy(self.ranks.group, k, v)
+        head = self.ranks.rank * self.num_kv_heads // self.ranks.size
+        return k[:, head : head + 1], v[:, head : head + 1]
+
+
+class _SplitHeads(Geometry):
+    """Before another geometry: the keys and values that this process's queries read."""
+
+    heads: HeadSplit
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Attended:
+        return super().attend(q, *self.heads.own_keys(k, v), **options)
+
+
+class _SplitRope(_SplitHeads, Rope):
+    pass
+
+
+class _SplitFixed(_SplitHeads, Fixed):
+    pass
+
+
+class _SplitRopeMask(_SplitHeads, RopeMask):
+    pass
+
+
+class _SplitAlibi(_SplitHeads, Alibi):
+    def slopes(self) -> list[float]:
+        """Those of this process's heads."""
+        ranks, slopes = self.heads.ranks, super().slopes()
+        count = len(slopes) // ranks.size
+        return slopes[ranks.rank * count : (ranks.rank + 1) * count]
+
+
+class _SplitMoSAR(MoSAR):
+    heads: HeadSplit
+    keeps_groups: bool
+    """Whether this process has routing groups of its own."""
+
+    def route(self, q: Tensor, k: Tensor) -> LayerRouting:
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
+        hidden_q = router_projection(q, local(self.query_router.weight1))
+        if self.heads.copies_keys:
+            hidden_q = add(self.heads.ranks.group, hidden_q)
+            return LayerRouting(_decide(self.query_router, hidden_q), self.key_router(k))
+        hidden_k = router_projection(k, local(self.key_router.weight1))
+        if not self.keeps_groups:
+            both = add(self.heads.ranks.group, torch.cat([hidden_q, hidden_k], dim=2))
+            hidden_q, hidden_k = both.split([q.shape[1], k.shape[1]], dim=2)
+        return LayerRouting(
+            _decide(self.query_router, hidden_q), _decide(self.key_router, hidden_k)
+        )
+
+    def attend_routed(
+        self, q: Tensor, k: Tensor, v: Tensor, pi_q: Tensor, pi_k: Tensor, **options: Any
+    ) -> Any:
+        if not self.keeps_groups:
+            # Each process's heads use the one routing: what they want of it is added up.
+            pi_q, pi_k = copy(self.heads.ranks.group, pi_q, pi_k)
+        return super().attend_routed(q, *self.heads.own_keys(k, v), pi_q, pi_k, **options)
+
+
+def _decide(router: PostPositionRouter, hidden_BGTH: Tensor) -> RouterOutput:
+    bias1, weight2, bias2 = (local(p) for p in (router.bias1, router.weight2, router.bias2))
+    return router_decision(hidden_BGTH, bias1, weight2, bias2, router.config.temperature)
+
+
+_SPLIT: dict[type[Geometry], type[Any]] = {
+    Rope: _SplitRope,
+    Alibi: _SplitAlibi,
+    Fixed: _SplitFixed,
+    RopeMask: _SplitRopeMask,
+    MoSAR: _SplitMoSAR,
+}
+
+
+def _split_geometry(geometry: Geometry, heads: HeadSplit) -> Geometry:
+    split = _SPLIT[type(geometry)](geometry.attention, geometry.shape)
+    split.heads = heads
+    if isinstance(split, _SplitMoSAR):
+        groups, ranks = split.config.routing_groups, heads.ranks
+        split.keeps_groups = groups > 1
+        for router in (split.query_router, split.key_router):
+            if split.keeps_groups:
+                for name in ("weight1", "bias1", "weight2", "bias2"):
+                    setattr(router, name, _divided(getattr(router, name), 0, ranks))
+            elif router is split.query_router or not heads.copies_keys:
+                router.weight1 = _divided(router.weight1, 2, ranks)
+        if split.keeps_groups:
+            split.config = replace(split.config, routing_groups=groups // ranks.size)
+    return split

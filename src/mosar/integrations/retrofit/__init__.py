@@ -1,0 +1,43 @@
+"""Retrofit: routers attached to a pretrained model, which starts as it was and gets sparse.
+
+    attached = mosar.retrofit(model)            # routers, all global: the model is what it was
+    attached.set_routing("sparse")              # "dense" | "soft" | "top1" | "sparse"
+    attached.save(folder)                       # the routers alone
+    load_retrofitted(folder)                    # the base model and its routers
+
+Names are loaded on first use, and transformers with them.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mosar.integrations.retrofit.adapter import load_adapter, load_retrofitted
+    from mosar.integrations.retrofit.attach import Retrofit, default_config, retrofit
+    from mosar.integrations.retrofit.errors import RetrofitError
+
+__all__ = [
+    "Retrofit",
+    "RetrofitError",
+    "default_config",
+    "load_adapter",
+    "load_retrofitted",
+    "retrofit",
+]
+
+_MODULE_OF = {
+    "Retrofit": "attach",
+    "RetrofitError": "errors",
+    "default_config": "attach",
+    "load_adapter": "adapter",
+    "load_retrofitted": "adapter",
+    "retrofit": "attach",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = import_module(f"{__name__}.{_MODULE_OF[name]}")
+    value = globals()[name] = getattr(module, name)
+    return value

@@ -1,0 +1,190 @@
+"""The adapter: the routers alone, and the model they belong to.
+
+    FOLDER/adapter.safetensors   parameters of the routers, "0.query_router.weight1" and so on
+    FOLDER/adapter.json          written last: geometry, base model, checksums
+
+Both are replaced at once; an adapter.json without its weights, or with others, is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from transformers import PreTrainedModel
+
+from mosar.core.config import MoSARConfig
+from mosar.integrations.retrofit.attach import Retrofit, retrofit
+from mosar.integrations.retrofit.base_model import BaseIdentity, load_base
+from mosar.integrations.retrofit.errors import RetrofitError
+from mosar.version import __version__
+
+SCHEMA_VERSION = 1
+WEIGHTS, DESCRIPTION = "adapter.safetensors", "adapter.json"
+
+
+def save_adapter(
+    attached: Retrofit,
+    folder: Path | str,
+    notes: Mapping[str, Any] | None = None,
+    *,
+    base: BaseIdentity | None = None,
+) -> Path:
+    """Writes the routers into `folder`, made if need be; `notes` are kept beside them.
+
+    base: the identity of the model, if it is already known (computing it reads every weight).
+    """
+    folder = Path(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {
+            name: parameter.detach().cpu().float().contiguous()
+            for name, parameter in attached.named_parameters().items()
+        }
+        weights = save(tensors)
+        description = {
+            "schema": SCHEMA_VERSION,
+            "mosar": __version__,
+            "base": (base or BaseIdentity.of(attached.model)).to_dict(),
+            "geometry": attached.config.to_dict(),
+            "weights_sha256": hashlib.sha256(weights).hexdigest(),
+            "notes": dict(notes or {}),
+        }
+        _replace(folder / WEIGHTS, weights)
+        _replace(folder / DESCRIPTION, json.dumps(description, indent=1).encode() + b"\n")
+    except OSError as error:
+        raise RetrofitError(f"cannot write {folder}: {error.strerror or error}") from None
+    return folder
+
+
+def read_description(folder: Path | str) -> dict[str, Any]:
+    """What an adapter says about itself; a RetrofitError where there is none."""
+    path = Path(folder) / DESCRIPTION
+    try:
+        values = json.loads(path.read_bytes())
+        if values["schema"] != SCHEMA_VERSION:
+            raise RetrofitError(
+                f"{path} has schema {values['schema']!r}, and this version reads {SCHEMA_VERSION}"
+            )
+        BaseIdentity(**values["base"])
+        MoSARConfig.from_dict(values["geometry"])
+    except FileNotFoundError:
+        raise RetrofitError(
+            f"{folder} holds no adapter: there is no {DESCRIPTION}; make one with mosar retrofit"
+        ) from None
+    except OSError as error:
+        raise RetrofitError(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RetrofitError(f"{path} is no adapter: {type(error).__name__}: {error}") from None
+    return values
+
+
+def load_adapter(model: PreTrainedModel, folder: Path | str, *, check: bool = True) -> Retrofit:
+    """Attaches the routers in `folder` to their base model, under "sparse" routing.
+
+    Another model is refused with a RetrofitError; check=False leaves out reading every weight and
+    compares the kind and the size only.
+    """
+    folder = Path(folder)
+    description = read_description(folder)
+    _check_base(model, BaseIdentity(**description["base"]), folder, check)
+    tensors = _read_weights(folder, description["weights_sha256"])
+    attached = retrofit(model, MoSARConfig.from_dict(description["geometry"]))
+    own = attached.named_parameters()
+    if {n: p.shape for n, p in own.items()} != {n: t.shape for n, t in tensors.items()}:
+        attached.detach()
+        raise RetrofitError(f"{folder / WEIGHTS} holds routers of another shape than {DESCRIPTION}")
+    with torch.no_grad():
+        for name, parameter in own.items():
+            parameter.copy_(tensors[name])
+    for parameter in own.values():
+        parameter.requires_grad_(False)
+    attached.set_routing("sparse")
+    return attached
+
+
+def copy_routers(attached: Retrofit, folder: Path | str, base: BaseIdentity) -> dict[str, Any]:
+    """Gives `attached`, a model of identity `base`, the routers in `folder`; its description."""
+    folder = Path(folder)
+    description = read_description(folder)
+    if description["base"]["checksum"] != base.checksum:
+        raise RetrofitError(f"the routers in {folder} belong to another base model")
+    if description["geometry"] != attached.config.to_dict():
+        raise RetrofitError(f"the routers in {folder} have another geometry than this run's")
+    tensors = _read_weights(folder, description["weights_sha256"])
+    with torch.no_grad():
+        for name, parameter in attached.named_parameters().items():
+            parameter.copy_(tensors[name])
+    return description
+
+
+def load_retrofitted(
+    folder: Path | str,
+    model: PreTrainedModel | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    check: bool = True,
+) -> Retrofit:
+    """The model of an adapter with its routers, under "sparse" routing.
+
+    model: the base model; by default it is loaded from where it came from, with its tokenizer.
+    """
+    tokenizer = None
+    if model is None:
+        source = read_description(folder)["base"]["source"]
+        if not source:
+            raise RetrofitError(f"{folder} does not say where its base model is; give model=")
+        model, tokenizer = load_base(source, dtype=dtype)
+    attached = load_adapter(model, folder, check=check)
+    attached.tokenizer = tokenizer
+    return attached
+
+
+def _check_base(model: PreTrainedModel, base: BaseIdentity, folder: Path, check: bool) -> None:
+    if not isinstance(model, PreTrainedModel):
+        raise RetrofitError(f"model must be a transformers model, got {type(model).__name__}")
+    expected = f"{base.architecture} with {base.parameters:,} parameters ({base.source or 'local'})"
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    if (type(model).__name__, parameters) != (base.architecture, base.parameters):
+        raise RetrofitError(
+            f"the adapter in {folder} belongs to {expected}, and this is a "
+            f"{type(model).__name__} with {parameters:,}"
+        )
+    if check and (found := BaseIdentity.of(model).checksum) != base.checksum:
+        raise RetrofitError(
+            f"the adapter in {folder} belongs to {expected}, and the weights of this model are "
+            f"others (checksum {found[:12]}, not {base.checksum[:12]})"
+        )
+
+
+def _read_weights(folder: Path, checksum: str) -> dict[str, torch.Tensor]:
+    path = folder / WEIGHTS
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise RetrofitError(f"cannot read {path}: {error.strerror}") from None
+    if hashlib.sha256(content).hexdigest() != checksum:
+        raise RetrofitError(f"{path} was truncated or altered, or belongs to another {DESCRIPTION}")
+    try:
+        return load(content)
+    except SafetensorError as error:
+        raise RetrofitError(f"{path} is no safetensors file: {error}") from None
+
+
+def _replace(path: Path, data: bytes) -> None:
+    beside = path.with_name(f".{path.name}.unfinished")
+    try:
+        with open(beside, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)

@@ -1,0 +1,300 @@
+"""Attaches routers to a loaded transformers model.
+
+Every attention layer of the model gets a query and a key router, read by an attention function of
+ours (hf_attention.py) that is switched on and off by name. With routing "dense" the model calls its
+own attention function and is what it was, bit for bit; with fresh routers every token is global,
+and "soft", "top1" and "sparse" compute the same numbers with our kernels.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
+
+from mosar.attention import ROUTINGS
+from mosar.core.config import MoSARConfig, Regime, check_config
+from mosar.integrations.retrofit.cache import RegimeCacheLayer, adopt_cache
+from mosar.integrations.retrofit.errors import RetrofitError
+from mosar.integrations.retrofit.hf_attention import ATTRIBUTE, NAME
+from mosar.integrations.retrofit.layer import Observer, OutputProjection, RoutedLayer
+
+DENSE = "dense"
+_REACHES = (("S", 64), ("M", 256), ("L", 1024))
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2")
+"""Model types whose attention is held to the base model's by tests; others of this shape may do."""
+
+
+def default_config(model: PreTrainedModel, **changes: Any) -> MoSARConfig:
+    """The geometry for a pretrained model: steps (no decay inside a reach), by the shorter reach.
+
+    Reaches 64, 256, 1024 and all, one routing group per key/value head, four sinks.
+    """
+    text = model.config.get_text_config(decoder=True)
+    # The global regime must reach farther than the others, however short the model's context.
+    length = max(int(getattr(text, "max_position_embeddings", None) or 8192), 2048)
+    settings: dict[str, Any] = {
+        "max_length": length,
+        "regimes": tuple(Regime(name, reach, 1.0) for name, reach in (*_REACHES, ("G", length))),
+        "composition": "min",
+        "routing_groups": text.num_key_value_heads or text.num_attention_heads,
+        "num_sinks": 4,
+    }
+    return MoSARConfig(**settings | changes)
+
+
+def retrofit(model: PreTrainedModel, config: MoSARConfig | None = None) -> Retrofit:
+    """Attaches routers to `model`, in place, and freezes its own parameters.
+
+    config: the geometry, `default_config(model)` by default. The routing is "dense" at first. A
+    RetrofitError says why a model cannot be retrofitted.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise RetrofitError(f"model must be a transformers model, got {type(model).__name__}")
+    modules = _attention_modules(model)
+    config = default_config(model) if config is None else config
+    check_config(config)
+    if any(ATTRIBUTE in module.__dict__ for module in modules):
+        raise RetrofitError("the model already has routers; detach() them first")
+    blocks = _decoder(model).layers
+    layers = [
+        _routed_layer(module, block, index, config)
+        for index, (module, block) in enumerate(zip(modules, blocks, strict=True))
+    ]
+    _own_config(model)
+    model.requires_grad_(False)
+    return Retrofit(model, config, modules, layers)
+
+
+class Retrofit:
+    """A model with routers: their routing, their parameters, their file."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: MoSARConfig,
+        modules: list[nn.Module],
+        layers: list[RoutedLayer],
+    ):
+        self.model, self.config = model, config
+        self.layers = nn.ModuleList(layers)
+        self.tokenizer: Any = None
+        """Where a loader found it."""
+        self._modules = modules
+        self._configs = _configs(model, modules)
+        self._implementations = [c._attn_implementation for c in self._configs]
+        self._hooks = []
+        decoder = _decoder(model)
+        signature = inspect.signature(decoder.forward)
+        self._hooks.append(
+            decoder.register_forward_pre_hook(_CacheHook(self, signature), with_kwargs=True)
+        )
+        for block, layer in zip(decoder.layers, layers, strict=True):
+            hook = block.register_forward_pre_hook(_ResidualHook(layer), with_kwargs=True)
+            self._hooks.append(hook)
+        for module, layer in zip(modules, layers, strict=True):
+            # Not as a submodule: the state dict of the model stays its own.
+            module.__dict__[ATTRIBUTE] = layer
+            self._hooks.append(
+                module.register_forward_pre_hook(_LayerHook(layer), with_kwargs=True)
+            )
+
+    def __iter__(self) -> Iterator[RoutedLayer]:
+        return iter(self.layers)  # pyright: ignore[reportReturnType]
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    @property
+    def routing(self) -> str:
+        return next(iter(self)).routing
+
+    def set_routing(self, routing: str) -> None:
+        """ "dense" (the model's own attention), "soft", "top1" or "sparse", for every layer."""
+        known = (DENSE, *ROUTINGS)
+        if routing not in known:
+            raise ValueError(f"routing must be one of {known}, got {routing!r}")
+        for layer in self:
+            layer.routing = routing
+        self._use(None if routing == DENSE else NAME)
+
+    def observe(self, observer: Observer | None) -> None:
+        """Calls `observer` with each layer's q, k and v as it attends; None: no longer.
+
+        Under "dense" routing attention is then computed by our own dense operator.
+        """
+        for layer in self:
+            layer.observer, layer.residual = observer, None
+        self._use(None if observer is None and self.routing == DENSE else NAME)
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Those of the routers, layer by layer."""
+        return list(self.layers.parameters())
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """By the names they are saved under, "0.query_router.weight1" and so on."""
+        return dict(self.layers.named_parameters())
+
+    def save(self, folder: Path | str, **notes: Any) -> Path:
+        """Writes the routers and what they belong to; `notes` go along into the description."""
+        from mosar.integrations.retrofit.adapter import save_adapter
+
+        return save_adapter(self, folder, notes)
+
+    def detach(self) -> PreTrainedModel:
+        """Takes the routers off; the model is as it was, its parameters still frozen."""
+        self.set_routing(DENSE)
+        for hook in self._hooks:
+            hook.remove()
+        for module in self._modules:
+            module.__dict__.pop(ATTRIBUTE, None)
+        self._hooks = []
+        return self.model
+
+    def _use(self, implementation: str | None) -> None:
+        for config, own in zip(self._configs, self._implementations, strict=True):
+            config._attn_implementation_internal = implementation or own
+
+
+class _CacheHook:
+    """Before a pass of the decoder: its cache is one that keeps regimes, or an error says why."""
+
+    def __init__(self, owner: Retrofit, signature: inspect.Signature):
+        self.owner, self.signature = owner, signature
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+        given = self.signature.bind_partial(*args, **kwargs).arguments
+        given |= given.pop("kwargs", {})
+        cache, routing = given.get("past_key_values"), self.owner.routing
+        if routing == DENSE:
+            if isinstance(cache, Cache) and any(
+                isinstance(layer, RegimeCacheLayer) for layer in cache.layers
+            ):
+                raise RetrofitError("the cache keeps regimes; start with a new one under dense")
+            return None
+        use_cache = given.get("use_cache")
+        if use_cache is None:
+            use_cache = getattr(module.config, "use_cache", False)
+        if cache is None:
+            # A pass that is to be differentiated has nothing to decode afterwards.
+            if not use_cache or torch.is_grad_enabled():
+                return args, kwargs | {"use_cache": False}
+            cache = DynamicCache()
+            kwargs = kwargs | {"past_key_values": cache}
+        adopt_cache(cache, list(self.owner))
+        return args, kwargs
+
+
+class _ResidualHook:
+    """Before a block: the residual stream, for who looks on."""
+
+    def __init__(self, layer: RoutedLayer):
+        self.layer = layer
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if self.layer.observer is not None:
+            self.layer.residual = args[0] if args else kwargs["hidden_states"]
+
+
+class _LayerHook:
+    """Before a layer attends: which part of the cache is its own."""
+
+    def __init__(self, layer: RoutedLayer):
+        self.layer = layer
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        cache = kwargs.get("past_key_values")
+        self.layer.cache = None
+        if cache is not None and self.layer.routing != DENSE:
+            self.layer.cache = cache.layers[self.layer.index]
+
+
+def _decoder(model: PreTrainedModel) -> Any:
+    """The stack of layers, which takes the cache."""
+    found = model.get_decoder() if hasattr(model, "get_decoder") else None
+    return model.base_model if found is None else found
+
+
+def _attention_modules(model: PreTrainedModel) -> list[nn.Module]:
+    """The self-attention modules in the order of their layers."""
+    family = getattr(model.config, "model_type", type(model).__name__)
+    needed = (
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "layer_idx",
+        "head_dim",
+        "is_causal",
+        "config",
+    )
+    found = [module for module in model.modules() if all(hasattr(module, name) for name in needed)]
+    decoder = _decoder(model)
+    layers = getattr(decoder, "layers", None)
+    usable = (
+        found
+        and getattr(model, "_supports_attention_backend", False)
+        and layers is not None
+        and len(found) == len(layers)
+        and all(module.is_causal for module in found)
+        and [module.layer_idx for module in found] == list(range(len(found)))
+    )
+    if not usable:
+        raise RetrofitError(
+            f"cannot retrofit a model of type {family!r}: its layers must all be causal "
+            f"self-attention with q_proj, k_proj, v_proj and o_proj, as in {', '.join(FAMILIES)}"
+        )
+    return found
+
+
+def _routed_layer(module: Any, block: Any, index: int, config: MoSARConfig) -> RoutedLayer:
+    own = module.config
+    # Gemma 2 norms what attention gives; elsewhere the norm of this name is the MLP's.
+    sandwich = hasattr(block, "pre_feedforward_layernorm")
+    norm = block.post_attention_layernorm if sandwich else None
+    window = getattr(module, "sliding_window", None)
+    if window is None and not hasattr(module, "sliding_window"):
+        # Mistral's attention asks the configuration when it is called.
+        window = getattr(own, "sliding_window", None)
+    kv_heads = getattr(own, "num_key_value_heads", None) or own.num_attention_heads
+    layer = RoutedLayer(
+        config,
+        index=index,
+        num_heads=own.num_attention_heads,
+        num_kv_heads=kv_heads,
+        head_dim=module.head_dim,
+        # transformers counts the tokens of a window, with the query's own.
+        window=None if window is None else int(window) - 1,
+        project=OutputProjection(module.o_proj, norm),
+    )
+    return layer.to(module.q_proj.weight.device)
+
+
+def _own_config(model: PreTrainedModel) -> None:
+    """Two models of one configuration object would switch their attention together."""
+    old = model.config
+    new = copy.deepcopy(old)
+    new._attn_implementation_internal = old._attn_implementation
+    swaps = {id(old): new}
+    for name in getattr(old, "sub_configs", {}):
+        part, copied = getattr(old, name, None), getattr(new, name, None)
+        if part is not None and copied is not None:
+            copied._attn_implementation_internal = part._attn_implementation
+            swaps[id(part)] = copied
+    for module in model.modules():
+        found = module.__dict__.get("config")
+        if found is not None and id(found) in swaps:
+            module.__dict__["config"] = swaps[id(found)]
+
+
+def _configs(model: PreTrainedModel, modules: list[nn.Module]) -> list[Any]:
+    """The configurations that say which attention function is called, each once."""
+    found = [model.config, _decoder(model).config, *(module.config for module in modules)]
+    return list({id(config): config for config in found}.values())

@@ -1,0 +1,107 @@
+"""The base model: where it is loaded from, and what tells it from another."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import asdict, dataclass
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging
+
+from mosar.integrations.retrofit.errors import RetrofitError
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseIdentity:
+    """What an adapter says about the model it belongs to."""
+
+    source: str
+    """A folder, a GGUF file or a name on the hub; "" where it was not loaded from one."""
+    model_type: str
+    architecture: str
+    parameters: int
+    checksum: str
+    """Of all parameters, rounded to bfloat16: the same in float32 and in bfloat16."""
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, source: str | None = None) -> BaseIdentity:
+        return cls(
+            source=model.config._name_or_path if source is None else source,
+            model_type=model.config.model_type,
+            architecture=type(model).__name__,
+            parameters=sum(parameter.numel() for parameter in model.parameters()),
+            checksum=weights_checksum(model),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def weights_checksum(model: PreTrainedModel) -> str:
+    """sha256 over the names, shapes and bfloat16 values of the parameters."""
+    digest = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        digest.update(f"{name} {list(parameter.shape)}\n".encode())
+        values = parameter.detach().cpu().to(torch.bfloat16).contiguous()
+        digest.update(values.view(torch.int16).numpy().data)
+    return digest.hexdigest()
+
+
+def load_base(
+    source: str, *, dtype: torch.dtype = torch.float32, tokenizer: bool = True
+) -> tuple[PreTrainedModel, Any]:
+    """A causal language model and its tokenizer: from a folder, a GGUF file or the hub.
+
+    A RetrofitError says in one line why there is none.
+    """
+    path = Path(source)
+    options: dict[str, Any] = {}
+    name = source
+    if path.suffix == ".gguf" and path.is_file():
+        name, options = str(path.parent), {"gguf_file": path.name}
+    elif path.is_dir() and not (path / "config.json").is_file():
+        files = sorted(file.name for file in path.glob("*.gguf"))
+        if len(files) != 1:
+            raise RetrofitError(
+                f"{source} holds no config.json and {len(files)} GGUF files; name a model's "
+                "folder, one GGUF file or a name on the hub"
+            )
+        options = {"gguf_file": files[0]}
+    try:
+        with _quiet():
+            model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **options)
+            reader = AutoTokenizer.from_pretrained(name, **options) if tokenizer else None
+    except ImportError as error:
+        advice = '; pip install "gguf" "accelerate"' if options else ""
+        raise RetrofitError(f"cannot load {source}: {_one_line(error)}{advice}") from None
+    # Whatever the hub, a file format or a configuration can raise: there is no common class.
+    except Exception as error:
+        raise RetrofitError(
+            f"cannot load {source}: {type(error).__name__}: {_one_line(error)}"
+        ) from None
+    return model.eval(), reader
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the bars and the advice of loading; some of them know no switch."""
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        with redirect_stderr(StringIO()):
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]

@@ -1,0 +1,85 @@
+"""The settings of a retrofit run: frozen, checked once, saved with the result."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, fields
+from numbers import Integral
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetrofitSettings:
+    """How the routers of a frozen model are trained."""
+
+    length: int = 4096
+    """Tokens of a window."""
+    steps: int = 20
+    """Windows that are read; each trains every layer."""
+    updates: int = 3
+    """Updates of a layer's routers per window, each on its own queries."""
+    queries: int = 96
+    """Queries of an update; their attention over all keys is computed."""
+    target_density: float = 0.25
+    """The share of the causal pairs that sparse routing should read, at `length` tokens."""
+    cost_weight: float = 8e-4
+    """lambda at the beginning, where reading everything is still cheap; then it is steered."""
+    steering: float = 0.25
+    """How fast: log lambda moves by this times the relative miss, each step."""
+    entropy_weight: float = 0.5
+    """beta at the beginning, times lambda: tokens try all regimes before they settle."""
+    entropy_share: float = 0.6
+    """The share of the steps after which that weight has fallen to 0."""
+    global_bias: float = 1.5
+    """How much more likely than others the global regime is when training begins."""
+    learning_rate: float = 3e-3
+    """Peak of AdamW's; warmed up over the first updates, then a cosine."""
+    weight_decay: float = 0.01
+    seed: int = 0
+    valid_windows: int = 2
+    """Windows held out for validation."""
+    checkpoint_every: int = 10
+    """Steps between checkpoints."""
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("length", 64),
+            ("steps", 1),
+            ("updates", 1),
+            ("queries", 1),
+            ("seed", 0),
+            ("valid_windows", 1),
+            ("checkpoint_every", 1),
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
+                raise ValueError(f"{name} must be an integer >= {least}, got {value!r}")
+            object.__setattr__(self, name, int(value))
+        for name, low, high in (
+            ("target_density", 1e-4, 1.0),
+            ("cost_weight", 1e-7, 1e2),
+            ("steering", 0.0, 10.0),
+            ("entropy_weight", 0.0, 10.0),
+            ("entropy_share", 0.0, 1.0),
+            ("global_bias", -20.0, 20.0),
+            ("learning_rate", 1e-9, 1.0),
+            ("weight_decay", 0.0, 1.0),
+        ):
+            value = getattr(self, name)
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not number or not math.isfinite(value) or not low <= value <= high:
+                raise ValueError(f"{name} must be a number in [{low}, {high}], got {value!r}")
+            object.__setattr__(self, name, float(value))
+        if self.queries > self.length:
+            raise ValueError(f"queries must not exceed length={self.length}, got {self.queries}")
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> RetrofitSettings:
+        known = {item.name for item in fields(cls)}
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise ValueError(f"unknown settings {unknown}; known are {sorted(known)}")
+        return cls(**values)

@@ -1,0 +1,23 @@
+"""`mosar.retrofit`: importing it is light, calling it loads transformers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mosar.core.config import MoSARConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from mosar.integrations.retrofit.attach import Retrofit
+
+
+def retrofit(model: PreTrainedModel, config: MoSARConfig | None = None) -> Retrofit:
+    """Attaches routers to a transformers model, in place; at first it computes what it did.
+
+    config: the geometry; by default four regimes, a routing group per key/value head, four sinks.
+    Returns a `Retrofit`: `set_routing`, `save`, the model as `.model`.
+    """
+    from mosar.integrations.retrofit.attach import retrofit as attach
+
+    return attach(model, config)

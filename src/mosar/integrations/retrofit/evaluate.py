@@ -1,0 +1,226 @@
+"""What a retrofitted model has lost: perplexity, density, attention; and a window in its place.
+
+Attention is causal and a token's regime depends on the token alone, so that one pass over a window
+gives the losses of every shorter window from the same beginning.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from mosar.core.config import Regime
+from mosar.core.hard_domain import build_hard_domain
+from mosar.core.routers import top1_routing
+from mosar.integrations.retrofit.attach import DENSE, Retrofit, default_config, retrofit
+from mosar.integrations.retrofit.layer import SATURATED, RoutedLayer
+from mosar.integrations.retrofit.objective import head_attention, read_probability
+from mosar.records import RetrofitEvaluation
+
+ROUTINGS = (DENSE, "soft", "top1", "sparse")
+WINDOW = "window"
+"""The routing of a record where every token reaches equally far."""
+# Queries whose attention over all keys is computed to see what the support leaves out.
+_SAMPLED = 64
+_CHUNK = 1024
+
+
+@dataclass(frozen=True)
+class SupportFigures:
+    """Of top-1 choices, by layer and group."""
+
+    density: list[list[float]]
+    lost: list[list[float]]
+    """The share of the layer's own attention outside of the support, of sampled queries."""
+
+
+@torch.no_grad()
+def evaluate_retrofit(
+    attached: Retrofit,
+    windows: Tensor,
+    lengths: Sequence[int],
+    routings: Sequence[str] = ROUTINGS,
+    *,
+    base: str = "",
+    adapter: str = "",
+    advance: Callable[[], None] = lambda: None,
+) -> list[RetrofitEvaluation]:
+    """Losses of windows [number, longest + 1] at every length and routing.
+
+    base, adapter: the model's name and the checksum of the routers' file, for the records. The
+    routing is put back afterwards.
+    """
+    before, longest = attached.routing, max(lengths)
+    if windows.shape[1] < longest + 1:
+        raise ValueError(f"windows must hold {longest + 1} tokens, got {windows.shape[1]}")
+    records = []
+    try:
+        for routing in routings:
+            attached.set_routing(routing)
+            figures = {length: _Support(len(attached)) for length in lengths}
+            losses = []
+            for window in windows:
+                watch = routing == "sparse"
+                attached.observe(_observer(figures) if watch else None)
+                losses.append(token_losses(attached, window[: longest + 1]))
+                attached.observe(None)
+                advance()
+            losses_WT = torch.stack(losses)
+            for length in lengths:
+                support = figures[length].summary() if routing == "sparse" else None
+                record = _record(attached, losses_WT[:, :length], routing, support)
+                named = {"base": base, "adapter": "" if routing == DENSE else adapter}
+                text = text_fingerprint(windows[:, : longest + 1])
+                records.append(replace(record, text=text, **named))
+    finally:
+        attached.observe(None)
+        attached.set_routing(before)
+    return sorted(records, key=lambda record: (record.length, routings.index(record.routing)))
+
+
+def token_losses(attached: Retrofit, window: Tensor) -> Tensor:
+    """The cross-entropy of each next token of window [n + 1], [n]; logits are made in chunks."""
+    model: Any = attached.model
+    window = window.to(model.device)
+    hidden = model.base_model(input_ids=window[None, :-1], use_cache=False).last_hidden_state[0]
+    cap = getattr(model.config.get_text_config(decoder=True), "final_logit_softcapping", None)
+    head, losses = model.get_output_embeddings(), []
+    for start in range(0, len(hidden), _CHUNK):
+        logits = head(hidden[start : start + _CHUNK]).float()
+        if cap is not None:
+            logits = torch.tanh(logits / cap) * cap
+        targets = window[1:][start : start + _CHUNK]
+        losses.append(F.cross_entropy(logits, targets, reduction="none"))
+    return torch.cat(losses).cpu()
+
+
+def text_fingerprint(windows: Tensor) -> str:
+    """sha256 of the tokens, by which records of the same text are known."""
+    content = f"{list(windows.shape)}".encode() + windows.contiguous().numpy().tobytes()
+    return hashlib.sha256(content).hexdigest()
+
+
+def evaluate_window(
+    model: PreTrainedModel,
+    windows: Tensor,
+    lengths: Sequence[int],
+    reach: int,
+    *,
+    num_sinks: int,
+    base: str = "",
+    advance: Callable[[], None] = lambda: None,
+) -> list[RetrofitEvaluation]:
+    """The same of a model without routers whose tokens all reach `reach` tokens and the sinks."""
+    # The global regime is there because there must be one; nobody chooses it.
+    regimes = (Regime("S", reach, 1.0), Regime("G", 1e9, 1.0))
+    attached = retrofit(model, default_config(model, regimes=regimes, num_sinks=num_sinks))
+    try:
+        for layer in attached:
+            for router in layer.routers:
+                router.bias2.data[:, -1] = -SATURATED
+        records = evaluate_retrofit(
+            attached, windows, lengths, ("sparse",), base=base, advance=advance
+        )
+    finally:
+        attached.detach()
+    return [replace(r, routing=WINDOW, regimes={"S": float(reach)}) for r in records]
+
+
+def _record(
+    attached: Retrofit, losses_WT: Tensor, routing: str, support: SupportFigures | None
+) -> RetrofitEvaluation:
+    means = losses_WT.double().mean(dim=1)
+    spread = float(means.std() / len(means) ** 0.5) if len(means) > 1 else 0.0
+    regimes = () if routing == DENSE else attached.config.regimes
+    return RetrofitEvaluation(
+        base="",
+        adapter="",
+        text="",
+        routing=routing,
+        length=losses_WT.shape[1],
+        windows=len(losses_WT),
+        loss=float(means.mean()),
+        loss_stderr=spread,
+        window_losses=means.tolist(),
+        layer_density=[] if support is None else support.density,
+        layer_lost=[] if support is None else support.lost,
+        regimes={regime.name: regime.reach for regime in regimes},
+    )
+
+
+class _Support:
+    """Sums of one length over windows."""
+
+    def __init__(self, layers: int):
+        self.density: list[list[Tensor]] = [[] for _ in range(layers)]
+        self.lost: list[list[Tensor]] = [[] for _ in range(layers)]
+
+    def summary(self) -> SupportFigures:
+        def means(parts: list[list[Tensor]]) -> list[list[float]]:
+            return [torch.stack(values).double().mean(dim=0).tolist() for values in parts]
+
+        return SupportFigures(means(self.density), means(self.lost))
+
+
+def _observer(figures: dict[int, _Support]) -> Any:
+    def observe(
+        layer: RoutedLayer, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
+    ) -> None:
+        routed = layer.route(q, k)
+        for length, support in figures.items():
+            labels_q, labels_k = (
+                _grouped(x.logits.argmax(dim=-1)[..., :length]) for x in (routed.query, routed.key)
+            )
+            domain = build_hard_domain(
+                labels_q, labels_k, layer.config, window=layer.window, materialize=False
+            )
+            density = domain.row_counts.double() / domain.row_causal_counts.double()
+            support.density[layer.index].append(density[0])
+        length = q.shape[2]
+        lost = _lost(layer, q[0], k[0], routed.query.logits, routed.key.logits, options)
+        for reach, support in figures.items():
+            chosen = lost[:, : max(_SAMPLED * reach // length, 1)]
+            support.lost[layer.index].append(chosen.mean(dim=1))
+
+    return observe
+
+
+def _lost(
+    layer: RoutedLayer,
+    q: Tensor,
+    k: Tensor,
+    logits_q: Tensor,
+    logits_k: Tensor,
+    options: dict[str, Any],
+) -> Tensor:
+    """Attention outside of the support of evenly spread queries, [G, sampled]."""
+    length, groups = k.shape[1], layer.config.routing_groups
+    sampled = min(_SAMPLED, length)
+    queries = torch.arange(1, sampled + 1, device=k.device) * length // sampled - 1
+    attention = head_attention(
+        q,
+        k,
+        queries,
+        scale=options.get("scale"),
+        softcap=options.get("softcap"),
+        window=layer.window,
+    )
+    pi_q, pi_k = (
+        top1_routing(logits if logits.dim() == 4 else logits[:, None])[0]
+        for logits in (logits_q, logits_k)
+    )
+    keep = read_probability(pi_q[:, queries], pi_k, queries, layer.config, window=layer.window)
+    group = attention.view(groups, -1, *attention.shape[1:]).mean(dim=1)
+    return 1 - (group * keep).sum(dim=-1)
+
+
+def _grouped(labels: Tensor) -> Tensor:
+    """[B, G, T], also of a single group."""
+    return labels if labels.dim() == 3 else labels[:, None]

@@ -1,0 +1,115 @@
+"""The routers of one attention layer of somebody else's model.
+
+They are no submodule of it: the base model keeps its parameters, its state dict and its dtype, and
+the routers stay in float32 whatever happens to it.
+
+Shapes: B batch, H query heads, K key/value heads, T queries, S keys, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mosar.core.config import MoSARConfig
+from mosar.core.routers import PostPositionRouter
+from mosar.geometries import LayerRouting
+
+# exp(-40) is far below the rounding of 1 in float32: the global regime has all of the probability.
+SATURATED = 40.0
+
+
+class OutputProjection:
+    """What a layer makes of its heads' outputs before it adds them to the residual stream."""
+
+    def __init__(self, output: Any, norm: nn.Module | None):
+        """norm: a norm of the attention's output (Gemma 2), None: there is none."""
+        self.output, self.norm = output, norm
+
+    def __call__(self, heads: Tensor) -> Tensor:
+        """[..., H * D] -> [..., hidden]."""
+        added = self.output(heads.to(self.output.weight.dtype))
+        return added if self.norm is None else self.norm(added)
+
+
+# Called with the layer, its q [B, H, T, D], k, v [B, K, S, D] and the operators' options.
+Observer = Callable[["RoutedLayer", Tensor, Tensor, Tensor, dict[str, Any]], None]
+
+
+class RoutedLayer(nn.Module):
+    """Query and key router of one layer, and what its attention has to know."""
+
+    def __init__(
+        self,
+        config: MoSARConfig,
+        *,
+        index: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        window: int | None,
+        project: Callable[[Tensor], Tensor] | None = None,
+    ):
+        """window: the largest distance of a sliding-window layer, None: all keys.
+
+        project: the heads' outputs [..., H * D] to what is added to the residual stream.
+        """
+        super().__init__()
+        if num_kv_heads % config.routing_groups:
+            raise ValueError(
+                f"routing_groups must divide the {num_kv_heads} key/value heads of layer {index}, "
+                f"got {config.routing_groups}"
+            )
+        self.config, self.index, self.window = config, index, window
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self.query_router = PostPositionRouter(num_heads * head_dim, config)
+        self.key_router = PostPositionRouter(num_kv_heads * head_dim, config)
+        self.routing = "dense"
+        self.project = project
+        self.cache: Any = None
+        self.residual: Tensor | None = None
+        """The residual stream that the layer reads, [B, T, hidden], while an observer looks on."""
+        self.observer: Observer | None = None
+        self.make_global(torch.Generator().manual_seed(index))
+
+    @property
+    def routers(self) -> tuple[PostPositionRouter, PostPositionRouter]:
+        return self.query_router, self.key_router
+
+    @torch.no_grad()
+    def make_global(self, generator: torch.Generator) -> None:
+        """Every token global, exactly: the last regime's probability is 1 in float32."""
+        for router in self.routers:
+            router.weight1.normal_(std=0.02, generator=generator)
+            router.bias1.zero_()
+            router.weight2.zero_()
+            router.bias2.zero_()
+            router.bias2[:, -1] = SATURATED
+
+    def route(self, q: Tensor, k: Tensor) -> LayerRouting:
+        """What each query of q [B, H, T, D] and each key of k [B, K, S, D] chooses."""
+        if self.query_router.weight1.device != q.device:
+            self.to(q.device)
+        return LayerRouting(
+            self.query_router(q.transpose(1, 2)), self.key_router(k.transpose(1, 2))
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RoutedLayer:
+        # A copy of a model shares neither the cache of a pass that is over nor who looks on.
+        copy = RoutedLayer(
+            self.config,
+            index=self.index,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            window=self.window,
+            project=deepcopy(self.project, memo),
+        )
+        copy.to(self.query_router.weight1.device).load_state_dict(self.state_dict())
+        copy.routing = self.routing
+        memo[id(self)] = copy
+        return copy

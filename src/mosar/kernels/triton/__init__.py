@@ -1,0 +1,61 @@
+"""Attention on the GPU, in Triton: the same plan, the same arithmetic as the native kernels.
+
+Importing this package does not import Triton; the first call does. `tiles` holds what the kernels
+share, `forward` and `backward` the kernels of attention, `planning` those of the plan, `decode`
+those of the regime cache; `blocks` their sizes, `plan` the plan on the device, `ops` the operators
+`torch.ops.mosar.triton_*`, and `callers` what `mosar.attention` calls.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+LARGEST_HEAD_DIM = 256
+# The first NVIDIA GPUs whose matrix units take bfloat16.
+_OLDEST_CAPABILITY = (8, 0)
+
+
+def triton_version() -> str | None:
+    """None where it is not installed."""
+    try:
+        import triton
+    except ImportError:
+        return None
+    return triton.__version__
+
+
+def obstacle(q: Tensor) -> str | None:
+    """Why these kernels cannot serve a call with this q; None where they can."""
+    if q.dtype == torch.float64:
+        return "it computes in float32, and q is float64"
+    if q.shape[-1] > LARGEST_HEAD_DIM:
+        return f"it takes head dims up to {LARGEST_HEAD_DIM}, and q has {q.shape[-1]}"
+    return _machine_obstacle(str(q.device))
+
+
+@torch.compiler.assume_constant_result
+def _machine_obstacle(device: str) -> str | None:
+    return _kept_machine_obstacle(device)
+
+
+@lru_cache(maxsize=16)
+def _kept_machine_obstacle(device: str) -> str | None:
+    try:
+        from mosar.kernels.triton.blocks import is_interpreted
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] != "triton":
+            raise
+        return 'it needs Triton, which is not installed: pip install "mosar[gpu]"'
+    if is_interpreted():
+        return None
+    if not device.startswith("cuda"):
+        return f"it runs on a GPU, and q is on {device}"
+    capability = torch.cuda.get_device_capability(device)
+    if torch.version.hip is None and capability < _OLDEST_CAPABILITY:
+        return "it needs compute capability {}.{}, and {} has {}.{}".format(
+            *_OLDEST_CAPABILITY, device, *capability
+        )
+    return None

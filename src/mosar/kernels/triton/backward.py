@@ -1,0 +1,494 @@
+"""The backward pass: two kernels, each output owned by one program, no atomics, one order of sums.
+
+    P = exp2(s - max) W / sum      dS = P (dP - delta)      delta = dO·O - dlse
+    queries: dQ = dS K,  dpi_q[m] = sum_j dS_ij / W_ij sum_n gate[m][n] pi_k[n]
+    keys:    dV = P^T dO, dK = dS^T Q, dpi_k[n] = sum_i dS_ij / W_ij sum_m pi_q[m] gate[m][n]
+
+The first walks the runs of a tile of queries as the forward pass does, and leaves delta behind.
+The second walks, for a tile of sorted keys of one class, the queries that read them: per label one
+run of the sorted queries (the transposed plan). dS / W needs no division; it is 0 where W is held
+at epsilon.
+"""
+
+# Triton reads these functions, not Python: its types say little to a checker.
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportAssignmentType=false
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from mosar.kernels.triton.forward import Source
+from mosar.kernels.triton.tiles import (
+    GEOMETRY,
+    WORTH,
+    Bias,
+    edge_block,
+    find_part,
+    gate_places,
+    load_matrix,
+    make_logits,
+    mix_gates,
+    split_zones,
+    spread_heads,
+    store_matrix,
+    sum_heads,
+    take_keys,
+    take_plateau,
+    take_rows,
+    take_tokens,
+)
+
+
+class QuerySums(NamedTuple):
+    """What a tile of queries sums over its keys."""
+
+    dq: tl.tensor
+    """[BLOCK_M, BLOCK_D]."""
+    routing: tl.tensor
+    """[tokens, regimes]: dpi_q."""
+    mixed: tl.tensor
+    """[tokens, regimes]: sums of P times the coefficient of pi_q."""
+    weight: tl.tensor
+    """[BLOCK_M]: sums of P."""
+    weighted: tl.tensor
+    """[BLOCK_M]: sums of P dP."""
+
+
+class KeySums(NamedTuple):
+    """What a tile of keys sums over its queries."""
+
+    dk: tl.tensor
+    dv: tl.tensor
+    routing: tl.tensor
+    """[BLOCK_N, regimes]: dpi_k."""
+
+
+class Upstream(NamedTuple):
+    """Of each row: its softmax, and what arrives at it."""
+
+    top: tl.tensor
+    inverse: tl.tensor
+    """1 / sum, or 0 of a row without keys."""
+    delta: tl.tensor
+
+
+@triton.jit
+def put_column(total, column, values):
+    """`total` with `values` added to one of its columns."""
+    columns = tl.arange(0, total.shape[1])
+    return total + tl.where((columns == column)[None, :], values[:, None], 0.0)
+
+
+@triton.jit
+def add_routing_of_queries(
+    total, dworth, tokens, keys, bias, REGIMES: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """total[m] += sum_j dworth_ij sum_n gate[m][n] pi_k[n], of a block [tokens, keys]."""
+    at, nearest, level = gate_places(tokens, keys, bias, False)
+    if level:
+        for n in tl.static_range(REGIMES):
+            share = tl.load(keys.routing + n, mask=keys.live, other=0.0)
+            part = tl.sum(dworth * share[None, :], axis=1)
+            for m in tl.static_range(REGIMES):
+                gate = tl.load(bias.table + (m * COLUMNS + n) * bias.table_length + nearest)
+                total = put_column(total, m, gate * part)
+    else:
+        for m in tl.static_range(REGIMES):
+            blend = tl.zeros(at.shape, tl.float32)
+            for n in tl.static_range(REGIMES):
+                gates = tl.load(bias.table + (m * COLUMNS + n) * bias.table_length + at)
+                share = tl.load(keys.routing + n, mask=keys.live, other=0.0)
+                blend += gates * share[None, :]
+            total = put_column(total, m, tl.sum(dworth * blend, axis=1))
+    return total
+
+
+@triton.jit
+def add_routing_of_keys(
+    total, dworth, tokens, keys, bias, REGIMES: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """total[n] += sum_i dworth_ji sum_m pi_q[m] gate[m][n], of a block [keys, tokens]."""
+    at, nearest, level = gate_places(tokens, keys, bias, True)
+    if level:
+        for m in tl.static_range(REGIMES):
+            share = tl.load(tokens.routing + m, mask=tokens.live, other=0.0)
+            part = tl.sum(dworth * share[None, :], axis=1)
+            for n in tl.static_range(REGIMES):
+                gate = tl.load(bias.table + (m * COLUMNS + n) * bias.table_length + nearest)
+                total = put_column(total, n, gate * part)
+    else:
+        for n in tl.static_range(REGIMES):
+            blend = tl.zeros(at.shape, tl.float32)
+            for m in tl.static_range(REGIMES):
+                gates = tl.load(bias.table + (m * COLUMNS + n) * bias.table_length + at)
+                share = tl.load(tokens.routing + m, mask=tokens.live, other=0.0)
+                blend += gates * share[None, :]
+            total = put_column(total, n, tl.sum(dworth * blend, axis=1))
+    return total
+
+
+@triton.jit
+def query_block(
+    sums, queries, arriving, upstream, rows, tokens, source, start, limit, lo, hi,
+    factor, cap, plateau, bias,
+    EDGE: tl.constexpr, BIAS: tl.constexpr, CAPPED: tl.constexpr, SQUARE: tl.constexpr,
+    SPREAD: tl.constexpr, EXACT: tl.constexpr, REGIMES: tl.constexpr, COLUMNS: tl.constexpr,
+    HEADS: tl.constexpr, PRECISION: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One more block of keys for a tile of queries."""
+    keys = take_keys(start, limit, source.order, source.places, source.routing, COLUMNS, BLOCK_N)
+    k = load_matrix(source.k, keys.token * source.k_token, keys.live, HEAD_DIM, BLOCK_D)
+    v = load_matrix(source.v, keys.token * source.v_token, keys.live, HEAD_DIM, BLOCK_D)
+    product = tl.dot(queries, tl.trans(k), input_precision=PRECISION)
+    score, slope = make_logits(
+        product, rows, tokens, keys, lo, hi, factor, cap, plateau, bias,
+        EDGE, BIAS, CAPPED, SQUARE, False,
+    )  # fmt: skip
+    dprob = tl.dot(arriving, tl.trans(v), input_precision=PRECISION)
+    # Without the worth, if there is one.
+    plain = tl.exp2(score - upstream.top[:, None]) * upstream.inverse[:, None]
+    dscore = plain * (dprob - upstream.delta[:, None])
+    routing, mixed, weight, weighted = sums.routing, sums.mixed, sums.weight, sums.weighted
+    if BIAS == WORTH:
+        worth = mix_gates(tokens, keys, bias, REGIMES, COLUMNS, False)
+        free = worth > bias.epsilon
+        dworth = dscore
+        if SPREAD:
+            dworth = sum_heads(dscore, HEADS, False)
+        dworth = tl.where(free, dworth, 0.0)
+        routing = add_routing_of_queries(routing, dworth, tokens, keys, bias, REGIMES, COLUMNS)
+        worth = tl.maximum(worth, bias.epsilon)
+        if EXACT:
+            held = tl.where(free, plain, 0.0)
+            mixed = add_routing_of_queries(mixed, held, tokens, keys, bias, REGIMES, COLUMNS)
+            weight += tl.sum(plain * worth, axis=1)
+            weighted += tl.sum(plain * worth * dprob, axis=1)
+        if SPREAD:
+            worth = spread_heads(worth, HEADS, False)
+        dscore *= worth
+    if CAPPED:
+        dscore *= slope
+    return QuerySums(
+        dq=tl.dot(dscore.to(k.dtype), k, sums.dq, input_precision=PRECISION),
+        routing=routing,
+        mixed=mixed,
+        weight=weight,
+        weighted=weighted,
+    )
+
+
+@triton.jit
+def query_kernel(
+    q, k, v, out, dout, dlse, row_max, row_sum, delta, dq, dpi_q, pi_q, pi_k,
+    query_order, key_order, query_places, key_places, query_offsets, run_lo, run_hi, run_flat,
+    plateaus, falls, table, level_until, slopes,
+    q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token,
+    plan_batch, plan_group, groups, kv_heads, num_queries, num_keys, shift,
+    table_stride, table_length, factor, cap, scale, barrier, exponent, epsilon, length_class,
+    SHARE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, LABELS: tl.constexpr,
+    CLASSES: tl.constexpr, REGIMES: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_R: tl.constexpr,
+    BIAS: tl.constexpr, CAPPED: tl.constexpr, SQUARE: tl.constexpr, EXACT: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """dq, delta, and dpi_q in shares of the query heads, to be summed over them."""
+    CHUNKS: tl.constexpr = (SHARE + BLOCK_M - 1) // BLOCK_M
+    HEADS: tl.constexpr = (SHARE + CHUNKS - 1) // CHUNKS
+    TOKENS: tl.constexpr = BLOCK_M // HEADS
+    # dpi_q is corrected row by row where it is exact.
+    SPREAD: tl.constexpr = (
+        (BIAS == WORTH) and (HEADS > 1) and (HEADS * TOKENS == BLOCK_M) and not EXACT
+    )
+    ROUTED: tl.constexpr = TOKENS if SPREAD else BLOCK_M
+    program = tl.program_id(0)
+    tiles = tl.cdiv(num_queries, TOKENS) + (LABELS - 1)
+    chunk = program // tiles % CHUNKS
+    kv_head = program // (tiles * CHUNKS) % kv_heads
+    batch = (program // (tiles * CHUNKS * kv_heads)).to(tl.int64)
+    group = kv_head // (kv_heads // groups)
+    plan_row = batch * plan_batch + group * plan_group
+    query_offsets += plan_row * (LABELS + 1)
+    label, begin, end = find_part(query_offsets, program % tiles, TOKENS, LABELS, True)
+    if label < 0:
+        return
+
+    if query_order is not None:
+        query_order += plan_row * num_queries
+    if query_places is not None:
+        query_places += plan_row * num_queries
+    if key_order is not None:
+        key_order += plan_row * num_keys
+    if key_places is not None:
+        key_places += plan_row * num_keys
+    routing = batch * groups + group
+    if BIAS == WORTH:
+        pi_q += routing * num_queries * REGIMES
+        pi_k += routing * num_keys * COLUMNS
+    runs = plan_row * num_queries * CLASSES
+    first_head = kv_head * SHARE + chunk * HEADS
+    last_head = tl.minimum(first_head + HEADS, kv_head * SHARE + SHARE)
+    rows = take_rows(
+        begin, end, first_head, last_head, query_order, query_places, shift, HEADS, TOKENS, BLOCK_M
+    )
+    tokens = take_tokens(
+        begin, end, rows, query_order, query_places, shift, pi_q, SPREAD, TOKENS, REGIMES
+    )
+    source = Source(
+        k=k + batch * k_batch + kv_head.to(tl.int64) * k_head,
+        v=v + batch * v_batch + kv_head.to(tl.int64) * v_head,
+        k_token=k_token,
+        v_token=v_token,
+        order=key_order,
+        places=key_places,
+        routing=pi_k,
+    )
+    bias = Bias(
+        barrier=barrier,
+        exponent=exponent,
+        epsilon=epsilon,
+        table=table,
+        table_stride=table_stride,
+        table_length=table_length,
+        level_until=level_until,
+        slopes=slopes,
+    )
+    offset = batch * q_batch + rows.head.to(tl.int64) * q_head + rows.token * q_token
+    queries = load_matrix(q, offset, rows.live, HEAD_DIM, BLOCK_D)
+    at = (batch * kv_heads * SHARE + rows.head) * num_queries + rows.token
+    arriving = load_matrix(dout, at * HEAD_DIM, rows.live, HEAD_DIM, BLOCK_D)
+    given = load_matrix(out, at * HEAD_DIM, rows.live, HEAD_DIM, BLOCK_D)
+    dot = tl.sum(arriving.to(tl.float32) * given.to(tl.float32), axis=1)
+    total = tl.load(row_sum + at, mask=rows.live, other=0.0)
+    upstream = Upstream(
+        # Of a row that is not there every exponential is 0.
+        top=tl.load(row_max + at, mask=rows.live, other=1e38),
+        inverse=tl.where(total == 0.0, 0.0, 1.0 / tl.where(total == 0.0, 1.0, total)),
+        delta=dot - tl.load(dlse + at, mask=rows.live, other=0.0),
+    )
+    tl.store(delta + at, upstream.delta, mask=rows.live)
+    sums = QuerySums(
+        dq=tl.zeros([BLOCK_M, BLOCK_D], tl.float32),
+        routing=tl.zeros([ROUTED, BLOCK_R], tl.float32),
+        mixed=tl.zeros([ROUTED, BLOCK_R], tl.float32),
+        weight=tl.zeros([BLOCK_M], tl.float32),
+        weighted=tl.zeros([BLOCK_M], tl.float32),
+    )
+    for c in range(CLASSES):
+        first = runs + begin * CLASSES + c
+        last = runs + (end - 1) * CLASSES + c
+        lo_min, lo_max = tl.load(run_lo + first), tl.load(run_lo + last)
+        hi_min, hi_max = tl.load(run_hi + first), tl.load(run_hi + last)
+        if BIAS == GEOMETRY:
+            lo_max = tl.maximum(lo_max, tl.load(run_flat + last))
+        plateau = take_plateau(plateaus, falls, label, c, CLASSES, BIAS)
+        mine = runs + rows.place * CLASSES + c
+        lo = tl.load(run_lo + mine, mask=rows.live, other=0)
+        hi = tl.load(run_hi + mine, mask=rows.live, other=0)
+        before, stop, whole, rest, after = split_zones(lo_min, lo_max, hi_min, hi_max, BLOCK_N)
+        for index in range(0, before + after):
+            start, limit = edge_block(index, lo_min, before, stop, rest, hi_max, BLOCK_N)
+            sums = query_block(
+                sums, queries, arriving, upstream, rows, tokens, source, start, limit, lo, hi,
+                factor, cap, plateau, bias,
+                True, BIAS, CAPPED, SQUARE, SPREAD, EXACT, REGIMES, COLUMNS, HEADS, PRECISION,
+                HEAD_DIM, BLOCK_D, BLOCK_N,
+            )  # fmt: skip
+        for index in range(0, whole):
+            start = stop + index * BLOCK_N
+            sums = query_block(
+                sums, queries, arriving, upstream, rows, tokens, source, start, start + BLOCK_N,
+                lo, hi, factor, cap, plateau, bias,
+                False, BIAS, CAPPED, SQUARE, SPREAD, EXACT, REGIMES, COLUMNS, HEADS, PRECISION,
+                HEAD_DIM, BLOCK_D, BLOCK_N,
+            )  # fmt: skip
+
+    store_matrix(dq, at * HEAD_DIM, rows.live, sums.dq * scale, HEAD_DIM, BLOCK_D)
+    if BIAS == WORTH:
+        found = sums.routing
+        if EXACT:
+            # dS must sum to 0 over keys. With delta = dO·O, rounded elsewhere, it does so only
+            # roughly, and the coefficients of pi_q, all of one sign, add the rest up. So delta is
+            # replaced by the sum of P dP over this very pass, after the fact.
+            weight = tl.where(sums.weight > 0.0, sums.weight, 1.0)
+            error = tl.where(sums.weight > 0.0, dot - sums.weighted / weight, 0.0)
+            found += error[:, None] * sums.mixed
+        if SPREAD:
+            # The first head of the tile stands for all of them.
+            found = spread_heads(found, HEADS, False)
+            found = tl.where((rows.head == first_head)[:, None], found, 0.0)
+        regime = tl.arange(0, BLOCK_R)
+        where = (at * REGIMES)[:, None] + regime[None, :]
+        tl.store(dpi_q + where, found, mask=rows.live[:, None] & (regime < REGIMES)[None, :])
+
+
+@triton.jit
+def key_block(
+    sums, k, v, keys, q, dout, dlse_delta, row_max, row_sum, pi_q, q_batch, q_head, q_token,
+    query_order, query_places, shift, run_lo, run_hi, batch, batch_head, first_head, last_head,
+    num_queries, begin, end, factor, cap, plateau, bias,
+    EDGE: tl.constexpr, BIAS: tl.constexpr, CAPPED: tl.constexpr, SQUARE: tl.constexpr,
+    SPREAD: tl.constexpr, CLASSES: tl.constexpr, REGIMES: tl.constexpr, COLUMNS: tl.constexpr,
+    HEADS: tl.constexpr, TOKENS: tl.constexpr, PRECISION: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """One more tile of queries [begin, end) for a tile of keys."""
+    rows = take_rows(
+        begin, end, first_head, last_head, query_order, query_places, shift, HEADS, TOKENS, BLOCK_M
+    )
+    tokens = take_tokens(
+        begin, end, rows, query_order, query_places, shift, pi_q, SPREAD, TOKENS, REGIMES
+    )
+    offset = batch * q_batch + rows.head.to(tl.int64) * q_head + rows.token * q_token
+    queries = load_matrix(q, offset, rows.live, HEAD_DIM, BLOCK_D)
+    at = (batch_head + rows.head) * num_queries + rows.token
+    arriving = load_matrix(dout, at * HEAD_DIM, rows.live, HEAD_DIM, BLOCK_D)
+    total = tl.load(row_sum + at, mask=rows.live, other=0.0)
+    top = tl.load(row_max + at, mask=rows.live, other=1e38)
+    inverse_total = tl.where(total == 0.0, 0.0, 1.0 / tl.where(total == 0.0, 1.0, total))
+    delta = tl.load(dlse_delta + at, mask=rows.live, other=0.0)
+    lo, hi = rows.place, rows.place
+    if EDGE:
+        lo = tl.load(run_lo + rows.place * CLASSES, mask=rows.live, other=0)
+        hi = tl.load(run_hi + rows.place * CLASSES, mask=rows.live, other=0)
+    product = tl.dot(k, tl.trans(queries), input_precision=PRECISION)
+    score, slope = make_logits(
+        product, rows, tokens, keys, lo, hi, factor, cap, plateau, bias,
+        EDGE, BIAS, CAPPED, SQUARE, True,
+    )  # fmt: skip
+    dprob = tl.dot(v, tl.trans(arriving), input_precision=PRECISION)
+    plain = tl.exp2(score - top[None, :]) * inverse_total[None, :]
+    dscore = plain * (dprob - delta[None, :])
+    routing = sums.routing
+    if BIAS == WORTH:
+        worth = mix_gates(tokens, keys, bias, REGIMES, COLUMNS, True)
+        dworth = dscore
+        if SPREAD:
+            dworth = sum_heads(dscore, HEADS, True)
+        dworth = tl.where(worth > bias.epsilon, dworth, 0.0)
+        routing = add_routing_of_keys(routing, dworth, tokens, keys, bias, REGIMES, COLUMNS)
+        worth = tl.maximum(worth, bias.epsilon)
+        if SPREAD:
+            worth = spread_heads(worth, HEADS, True)
+        plain *= worth
+        dscore *= worth
+    if CAPPED:
+        dscore *= slope
+    return KeySums(
+        dk=tl.dot(dscore.to(queries.dtype), queries, sums.dk, input_precision=PRECISION),
+        dv=tl.dot(plain.to(arriving.dtype), arriving, sums.dv, input_precision=PRECISION),
+        routing=routing,
+    )
+
+
+@triton.jit
+def key_kernel(
+    q, k, v, dout, row_max, row_sum, delta, dk, dv, dpi_k, pi_q, pi_k,
+    query_order, key_order, query_places, key_places, key_offsets, run_lo, run_hi,
+    read_from, read_to, flat_to, plateaus, falls, table, level_until, slopes,
+    q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token,
+    plan_batch, plan_group, groups, batches, kv_heads, num_queries, num_keys, shift,
+    table_stride, table_length, factor, cap, scale, barrier, exponent, epsilon, length_class,
+    SHARE: tl.constexpr, SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    LABELS: tl.constexpr, CLASSES: tl.constexpr, REGIMES: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK_R: tl.constexpr, BIAS: tl.constexpr, CAPPED: tl.constexpr, SQUARE: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """dk, dv and dpi_k per key/value head, each of the SPLITS parts of its query heads apart."""
+    MINE: tl.constexpr = SHARE // SPLITS
+    CHUNKS: tl.constexpr = (MINE + BLOCK_M - 1) // BLOCK_M
+    HEADS: tl.constexpr = (MINE + CHUNKS - 1) // CHUNKS
+    TOKENS: tl.constexpr = BLOCK_M // HEADS
+    SPREAD: tl.constexpr = (BIAS == WORTH) and (HEADS > 1) and (HEADS * TOKENS == BLOCK_M)
+    program = tl.program_id(0)
+    tiles = tl.cdiv(num_keys, BLOCK_N) + (CLASSES - 1)
+    split = program // tiles % SPLITS
+    kv_head = program // (tiles * SPLITS) % kv_heads
+    batch = (program // (tiles * SPLITS * kv_heads)).to(tl.int64)
+    group = kv_head // (kv_heads // groups)
+    plan_row = batch * plan_batch + group * plan_group
+    key_offsets += plan_row * (CLASSES + 1)
+    c, begin, end = find_part(key_offsets, program % tiles, BLOCK_N, CLASSES, False)
+    if c < 0:
+        return
+
+    if query_order is not None:
+        query_order += plan_row * num_queries
+    if query_places is not None:
+        query_places += plan_row * num_queries
+    if key_order is not None:
+        key_order += plan_row * num_keys
+    if key_places is not None:
+        key_places += plan_row * num_keys
+    routing = batch * groups + group
+    if BIAS == WORTH:
+        pi_q += routing * num_queries * REGIMES
+        pi_k += routing * num_keys * COLUMNS
+    run_lo += plan_row * num_queries * CLASSES + c
+    run_hi += plan_row * num_queries * CLASSES + c
+    reads = plan_row * num_keys * LABELS
+    keys = take_keys(begin, end, key_order, key_places, pi_k, COLUMNS, BLOCK_N)
+    offset = batch * k_batch + kv_head.to(tl.int64) * k_head + keys.token * k_token
+    keys_here = load_matrix(k, offset, keys.live, HEAD_DIM, BLOCK_D)
+    offset = batch * v_batch + kv_head.to(tl.int64) * v_head + keys.token * v_token
+    values_here = load_matrix(v, offset, keys.live, HEAD_DIM, BLOCK_D)
+    bias = Bias(
+        barrier=barrier,
+        exponent=exponent,
+        epsilon=epsilon,
+        table=table,
+        table_stride=table_stride,
+        table_length=table_length,
+        level_until=level_until,
+        slopes=slopes,
+    )
+    sums = KeySums(
+        dk=tl.zeros([BLOCK_N, BLOCK_D], tl.float32),
+        dv=tl.zeros([BLOCK_N, BLOCK_D], tl.float32),
+        routing=tl.zeros([BLOCK_N, BLOCK_R], tl.float32),
+    )
+    batch_head = batch * kv_heads * SHARE
+    for m in range(LABELS):
+        first = reads + begin * LABELS + m
+        last = reads + (end - 1) * LABELS + m
+        from_min, from_max = tl.load(read_from + first), tl.load(read_from + last)
+        to_min, to_max = tl.load(read_to + first), tl.load(read_to + last)
+        if BIAS == GEOMETRY:
+            to_min = tl.minimum(to_min, tl.load(flat_to + first))
+        plateau = take_plateau(plateaus, falls, m, c, CLASSES, BIAS)
+        before, stop, whole, rest, after = split_zones(
+            from_min, from_max, to_min, tl.maximum(to_max, from_min), TOKENS
+        )
+        for chunk in range(CHUNKS):
+            first_head = kv_head * SHARE + split * MINE + chunk * HEADS
+            last_head = tl.minimum(first_head + HEADS, kv_head * SHARE + split * MINE + MINE)
+            for index in range(0, before + after):
+                start, limit = edge_block(index, from_min, before, stop, rest, to_max, TOKENS)
+                sums = key_block(
+                    sums, keys_here, values_here, keys, q, dout, delta, row_max, row_sum, pi_q,
+                    q_batch, q_head, q_token, query_order, query_places, shift, run_lo, run_hi,
+                    batch, batch_head, first_head, last_head, num_queries, start,
+                    tl.minimum(start + TOKENS, limit), factor, cap, plateau, bias,
+                    True, BIAS, CAPPED, SQUARE, SPREAD, CLASSES, REGIMES, COLUMNS, HEADS, TOKENS,
+                    PRECISION, HEAD_DIM, BLOCK_D, BLOCK_M,
+                )  # fmt: skip
+            for index in range(0, whole):
+                start = stop + index * TOKENS
+                sums = key_block(
+                    sums, keys_here, values_here, keys, q, dout, delta, row_max, row_sum, pi_q,
+                    q_batch, q_head, q_token, query_order, query_places, shift, run_lo, run_hi,
+                    batch, batch_head, first_head, last_head, num_queries, start,
+                    start + TOKENS, factor, cap, plateau, bias,
+                    False, BIAS, CAPPED, SQUARE, SPREAD, CLASSES, REGIMES, COLUMNS, HEADS, TOKENS,
+                    PRECISION, HEAD_DIM, BLOCK_D, BLOCK_M,
+                )  # fmt: skip
+
+    line = ((split * batches + batch) * kv_heads + kv_head) * num_keys
+    at = line + keys.token
+    store_matrix(dk, at * HEAD_DIM, keys.live, sums.dk * scale, HEAD_DIM, BLOCK_D)
+    store_matrix(dv, at * HEAD_DIM, keys.live, sums.dv, HEAD_DIM, BLOCK_D)
+    if BIAS == WORTH:
+        regime = tl.arange(0, BLOCK_R)
+        where = (at * REGIMES)[:, None] + regime[None, :]
+        tl.store(dpi_k + where, sums.routing, mask=keys.live[:, None] & (regime < REGIMES)[None, :])

@@ -1,0 +1,161 @@
+"""Block sizes: a small set per kernel and head dim, timed on first use.
+
+Rows and keys of a tile are bounded by what its sums cost in registers (rows x head dim of float32)
+and its operands in shared memory; a wide head dim takes narrow blocks. Sorted supports are ragged,
+so narrow key blocks are worth a try everywhere: they cover less beyond the edges of a run.
+
+The first of each set needs no more than the 99 KiB of shared memory that consumer cards have, or
+the 64 KiB of HIP; where another one of the set does not fit, tuning leaves it out.
+
+The interpreter, and `torch.use_deterministic_algorithms`, take the first of the set untimed: other
+blocks are another order of sums.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton.runtime.interpreter import InterpretedFunction
+
+from mosar.kernels.triton.backward import key_kernel, query_kernel
+from mosar.kernels.triton.forward import forward_kernel
+
+
+class Blocks(NamedTuple):
+    """Rows and keys of a tile, warps of a program, stages of its loop over blocks."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+KERNELS = {"forward": forward_kernel, "query": query_kernel, "key": key_kernel}
+# By padded head dim, up to: half precision on CUDA. Three stages, because the loop loads indices
+# first and keys by them after.
+_CUDA = {
+    "forward": {
+        64: (Blocks(128, 32, 8, 3), Blocks(64, 32, 4, 3), Blocks(128, 64, 8, 3)),
+        128: (Blocks(128, 32, 8, 3), Blocks(64, 32, 4, 3), Blocks(128, 64, 8, 3)),
+        256: (Blocks(64, 32, 8, 2), Blocks(64, 32, 8, 3), Blocks(64, 16, 4, 3)),
+    },
+    "query": {
+        64: (Blocks(64, 32, 4, 3), Blocks(128, 32, 8, 3)),
+        128: (Blocks(64, 32, 8, 3), Blocks(64, 32, 4, 3)),
+        256: (Blocks(64, 16, 8, 2), Blocks(64, 32, 8, 2), Blocks(32, 32, 4, 2)),
+    },
+    "key": {
+        64: (Blocks(32, 64, 8, 3), Blocks(32, 64, 4, 3)),
+        128: (Blocks(32, 64, 8, 3), Blocks(32, 32, 4, 3)),
+        256: (Blocks(32, 32, 8, 2), Blocks(16, 64, 8, 2)),
+    },
+}
+# On HIP: wavefronts of 64, 64 KiB of shared memory, and loads that wait in registers.
+_HIP = {
+    "forward": {
+        64: (Blocks(128, 32, 4, 2), Blocks(64, 32, 4, 1)),
+        128: (Blocks(64, 32, 4, 2), Blocks(64, 32, 4, 1)),
+        256: (Blocks(64, 32, 4, 1), Blocks(64, 16, 4, 1)),
+    },
+    "query": {
+        64: (Blocks(64, 32, 4, 2), Blocks(64, 32, 4, 1)),
+        128: (Blocks(64, 32, 4, 1), Blocks(32, 32, 4, 2)),
+        256: (Blocks(32, 32, 4, 1), Blocks(32, 16, 4, 1)),
+    },
+    "key": {
+        64: (Blocks(32, 64, 4, 1), Blocks(32, 32, 4, 1)),
+        128: (Blocks(32, 32, 4, 1), Blocks(16, 64, 4, 1)),
+        256: (Blocks(16, 32, 4, 1), Blocks(32, 16, 4, 1)),
+    },
+}
+# float32 feeds no matrix unit, and every operand is twice as large: the same for all kernels.
+_CUDA_SINGLE = {
+    64: (Blocks(32, 32, 8, 1), Blocks(32, 32, 4, 1)),
+    128: (Blocks(32, 32, 8, 1), Blocks(16, 32, 8, 1)),
+    256: (Blocks(16, 16, 8, 1), Blocks(16, 32, 8, 1)),
+}
+_HIP_SINGLE = {
+    64: (Blocks(32, 32, 4, 1), Blocks(16, 32, 4, 1)),
+    128: (Blocks(16, 32, 4, 1), Blocks(32, 32, 4, 1)),
+    256: (Blocks(16, 16, 4, 1), Blocks(16, 32, 4, 1)),
+}
+INTERPRETED = Blocks(32, 32, 4, 1)
+
+
+def is_interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, on the CPU."""
+    return isinstance(forward_kernel, InterpretedFunction)
+
+
+def candidates(
+    name: str, head_dim: int, dtype: torch.dtype, *, hip: bool = False
+) -> tuple[Blocks, ...]:
+    """The blocks worth timing; the first is a good guess, and fits into any device."""
+    if dtype == torch.float32:
+        by_dim = _HIP_SINGLE if hip else _CUDA_SINGLE
+    else:
+        by_dim = (_HIP if hip else _CUDA)[name]
+    return by_dim[min(dim for dim in by_dim if dim >= head_dim)]
+
+
+def choose(name: str, head_dim: int, dtype: torch.dtype) -> tuple[Any, dict[str, int]]:
+    """The kernel to launch, and the blocks to give it unless it finds them itself."""
+    kernel = KERNELS[name]
+    if is_interpreted():
+        return kernel, {"BLOCK_M": INTERPRETED.rows, "BLOCK_N": INTERPRETED.keys}
+    found = candidates(name, head_dim, dtype, hip=torch.version.hip is not None)
+    if len(found) == 1 or torch.are_deterministic_algorithms_enabled():
+        return kernel, _launch_options(found[0])
+    return _tuned(name, found), {}
+
+
+def _launch_options(blocks: Blocks) -> dict[str, int]:
+    return {
+        "BLOCK_M": blocks.rows,
+        "BLOCK_N": blocks.keys,
+        "num_warps": blocks.warps,
+        "num_stages": blocks.stages,
+    }
+
+
+@lru_cache(maxsize=64)
+def _tuned(name: str, found: tuple[Blocks, ...]) -> Any:
+    configs = [
+        triton.Config(
+            {"BLOCK_M": blocks.rows, "BLOCK_N": blocks.keys},
+            num_warps=blocks.warps,
+            num_stages=blocks.stages,
+        )
+        for blocks in found
+    ]
+    return triton.autotune(configs, key=_KEY)(KERNELS[name])
+
+
+# What the best blocks depend on, besides dtypes.
+_KEY = ["SHARE", "HEAD_DIM", "BIAS", "CAPPED", "LABELS", "length_class"]
+
+
+def length_class(num_keys: int) -> int:
+    """Contexts that are timed apart: a few tiles, some tens, many."""
+    return (num_keys > 1024) + (num_keys > 8192)
+
+
+def num_splits(programs: int, share: int, device: torch.device) -> int:
+    """Into how many parts the query heads of a key/value head are divided among programs.
+
+    Each part costs a copy of dk and dv in float32, so only as many as fill the device.
+    """
+    splits = 1
+    while programs * splits < 2 * _num_processors(device) and share % (2 * splits) == 0:
+        splits *= 2
+    return splits
+
+
+@lru_cache(maxsize=16)
+def _num_processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 0
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,294 @@
+"""One query a row over the regime cache: split over the keys of each list, then combined.
+
+`mosar.model.regime_lists` says how keys are stored: lists per (row, group, class) in pages of a
+pool. A program takes one key/value head, one class and one part of the slice that the query reads
+of that list; what it finds is a partial softmax. A second kernel joins the parts of a query head.
+
+The number of parts follows from the longest list the table has room for, which the host knows:
+nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.library import triton_op, wrap_triton
+
+from mosar.core.config import MoSARConfig
+from mosar.kernels.triton.plan import plateaus
+from mosar.kernels.triton.tiles import GEOMETRY, LN2, NEVER, cap_scores, fall, take_plateau
+
+_LOG2E = math.log2(math.e)
+# Keys that a part should have at least, so that reading them outweighs starting and joining it.
+_KEYS_PER_PART = 256
+_MOST_PARTS = 32
+
+
+@triton.jit
+def find_page(pages, marks, begin, end, first, PAGE: tl.constexpr):
+    """The first page of a list with a key at position `first` or later: a binary search."""
+    low, high = begin // PAGE, tl.cdiv(end, PAGE)
+    while low < high:
+        middle = (low + high) // 2
+        at = tl.minimum(middle * PAGE + PAGE, end) - 1
+        page = tl.load(pages + middle).to(tl.int64)
+        if tl.load(marks + page * (2 * PAGE) + at % PAGE) < first:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@triton.jit
+def decode_kernel(
+    q, k_pool, v_pool, table, marks, labels, positions, reach, plateaus, falls,
+    part_max, part_sum, part_out,
+    position, width, groups, heads, num_parts, factor, cap, barrier, exponent,
+    SHARE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CLASSES: tl.constexpr,
+    PAGE: tl.constexpr, CAPPED: tl.constexpr, SQUARE: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Partial softmax of the query heads of a key/value head over part of one class's slice.
+
+    part_max, part_sum [B, Hq, C * parts], part_out [.., D]; `heads`: key/value heads of a group.
+    """
+    program = tl.program_id(0)
+    part = program % num_parts
+    c = program // num_parts % CLASSES
+    head = program // (num_parts * CLASSES) % heads
+    row_group = program // (num_parts * CLASSES * heads)
+    row = row_group // groups
+    label = tl.load(labels + row_group).to(tl.int32)
+    if positions is not None:
+        position = tl.load(positions + row).to(tl.int32)
+    entry = table + (row_group * CLASSES + c).to(tl.int64) * width
+    begin, end = tl.load(entry), tl.load(entry + 1)
+    pages = entry + 2
+    # Of a boundless reach this overflows nothing: positions are not negative.
+    first = position - tl.load(reach + label * CLASSES + c)
+    low = find_page(pages, marks, begin, end, first, PAGE) * PAGE
+    # Every part starts with a page; where `low` is beyond the end there is none.
+    size = tl.cdiv(tl.cdiv(tl.maximum(end - low, 0), num_parts), PAGE) * PAGE
+    start = low + part * size
+    stop = tl.minimum(start + size, end)
+    plateau = take_plateau(plateaus, falls, label, c, CLASSES, GEOMETRY)
+
+    share = tl.arange(0, BLOCK_M)
+    dim = tl.arange(0, BLOCK_D)
+    query_head = (row_group * heads + head) * SHARE + share
+    live = share < SHARE
+    in_dim = dim < HEAD_DIM
+    queries = tl.load(
+        q + query_head.to(tl.int64)[:, None] * HEAD_DIM + dim[None, :],
+        mask=live[:, None] & in_dim[None, :],
+        other=0.0,
+    )
+    top = tl.full([BLOCK_M], NEVER, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for block in range(start, stop, BLOCK_N):
+        place = block + tl.arange(0, BLOCK_N)
+        stored = (place >= begin) & (place < stop)
+        page = tl.load(pages + place // PAGE, mask=stored, other=0).to(tl.int64)
+        at = place % PAGE
+        key_position = tl.load(marks + page * (2 * PAGE) + at, mask=stored, other=0)
+        distance = position - key_position
+        inside = stored & (key_position >= first) & (distance >= 0)
+        line = (page * heads + head) * (HEAD_DIM * PAGE)
+        k = tl.load(
+            k_pool + line[None, :] + dim[:, None] * PAGE + at[None, :],
+            mask=inside[None, :] & in_dim[:, None],
+            other=0.0,
+        )
+        v = tl.load(
+            v_pool + line[:, None] + at[:, None] * HEAD_DIM + dim[None, :],
+            mask=inside[:, None] & in_dim[None, :],
+            other=0.0,
+        ).to(queries.dtype)
+        product = tl.dot(queries, k.to(queries.dtype), input_precision=PRECISION)
+        score, _ = cap_scores(product, factor, cap, CAPPED)
+        score -= fall(distance, plateau, barrier, exponent, SQUARE)[None, :]
+        score = tl.where(inside[None, :], score, NEVER)
+        new = tl.maximum(top, tl.max(score, axis=1))
+        finite = tl.where(new == NEVER, 0.0, new)
+        weight = tl.exp2(score - finite[:, None])
+        shrink = tl.exp2(top - finite)
+        total = total * shrink + tl.sum(weight, axis=1)
+        sums = tl.dot(
+            weight.to(queries.dtype), v, sums * shrink[:, None], input_precision=PRECISION
+        )
+        top = new
+    line = (query_head.to(tl.int64) * CLASSES + c) * num_parts + part
+    tl.store(part_max + line, top, mask=live)
+    tl.store(part_sum + line, total, mask=live)
+    tl.store(
+        part_out + line[:, None] * HEAD_DIM + dim[None, :],
+        sums,
+        mask=live[:, None] & in_dim[None, :],
+    )
+
+
+@triton.jit
+def combine_kernel(
+    part_max, part_sum, part_out, out, lse, num_parts,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """Joins the parts of one query head."""
+    head = tl.program_id(0).to(tl.int64)
+    dim = tl.arange(0, BLOCK_D)
+    top = tl.full([1], NEVER, tl.float32)
+    for block in range(0, num_parts, BLOCK_P):
+        part = block + tl.arange(0, BLOCK_P)
+        found = tl.load(part_max + head * num_parts + part, mask=part < num_parts, other=NEVER)
+        top = tl.maximum(top, tl.max(found, axis=0))
+    finite = tl.where(top == NEVER, 0.0, top)
+    total = tl.zeros([1], tl.float32)
+    sums = tl.zeros([BLOCK_D], tl.float32)
+    for block in range(0, num_parts, BLOCK_P):
+        part = block + tl.arange(0, BLOCK_P)
+        here = part < num_parts
+        line = head * num_parts + part
+        weight = tl.exp2(tl.load(part_max + line, mask=here, other=NEVER) - finite)
+        total += tl.sum(weight * tl.load(part_sum + line, mask=here, other=0.0), axis=0)
+        values = tl.load(
+            part_out + line[:, None] * HEAD_DIM + dim[None, :],
+            mask=here[:, None] & (dim < HEAD_DIM)[None, :],
+            other=0.0,
+        )
+        sums += tl.sum(weight[:, None] * values, axis=0)
+    empty = total == 0.0
+    divisor = tl.where(empty, 1.0, total)
+    result = sums / divisor
+    tl.store(out + head * HEAD_DIM + dim, result.to(out.dtype.element_ty), mask=dim < HEAD_DIM)
+    only = tl.arange(0, 1)
+    tl.store(lse + head + only, tl.where(empty, NEVER, (top + tl.log2(divisor)) * LN2))
+
+
+@triton_op("mosar::triton_cache_attend", mutates_args={})
+def cache_attend(
+    q: Tensor,
+    labels: Tensor,
+    positions: Tensor | None,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    table: Tensor,
+    marks: Tensor,
+    reach: Tensor,
+    plateaus: Tensor,
+    falls: Tensor,
+    position: int,
+    scale: float,
+    softcap: float,
+    barrier: float,
+    exponent: float,
+) -> tuple[Tensor, Tensor]:
+    """Output [B, Hq, 1, D] and log-sum-exp [B, Hq, 1] of q [B, Hq, 1, D] with labels [B, Gr]."""
+    batch, query_heads, _, dim = q.shape
+    heads, page = v_pool.shape[1:3]
+    groups, classes = labels.shape[1], reach.shape[1]
+    share = query_heads // (groups * heads)
+    longest = (table.shape[1] - 2) * page
+    parts = min(_MOST_PARTS, max(1, -(-longest // _KEYS_PER_PART)))
+    out = q.new_empty(q.shape)
+    lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
+    split = (batch, query_heads, classes * parts)
+    part_max, part_sum = lse.new_empty(split), lse.new_empty(split)
+    part_out = lse.new_empty((*split, dim))
+    capped = softcap > 0
+    block_d = max(16, triton.next_power_of_2(dim))
+    wrap_triton(decode_kernel)[(batch * groups * heads * classes * parts,)](
+        q=q,
+        k_pool=k_pool,
+        v_pool=v_pool,
+        table=table,
+        marks=marks,
+        labels=labels,
+        positions=positions,
+        reach=reach,
+        plateaus=plateaus,
+        falls=falls,
+        part_max=part_max,
+        part_sum=part_sum,
+        part_out=part_out,
+        position=position,
+        width=table.shape[1],
+        groups=groups,
+        heads=heads,
+        num_parts=parts,
+        factor=scale / softcap if capped else scale * _LOG2E,
+        cap=softcap * _LOG2E,
+        barrier=barrier * _LOG2E,
+        exponent=exponent,
+        SHARE=share,
+        HEAD_DIM=dim,
+        BLOCK_D=block_d,
+        CLASSES=classes,
+        PAGE=page,
+        CAPPED=capped,
+        SQUARE=exponent == 2,
+        PRECISION="ieee",
+        BLOCK_M=max(16, triton.next_power_of_2(share)),
+        BLOCK_N=64 if block_d <= 128 else 32,
+    )
+    wrap_triton(combine_kernel)[(batch * query_heads,)](
+        part_max=part_max,
+        part_sum=part_sum,
+        part_out=part_out,
+        out=out,
+        lse=lse,
+        num_parts=classes * parts,
+        HEAD_DIM=dim,
+        BLOCK_D=block_d,
+        BLOCK_P=16,
+    )
+    return out, lse
+
+
+def _fake_cache_attend(q, *inputs):
+    return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=torch.float32)
+
+
+cache_attend.register_fake(_fake_cache_attend)
+
+
+def attend_token(
+    q: Tensor,
+    labels: Tensor,
+    positions: Tensor | None,
+    state: tuple[Tensor, ...],
+    reach: Tensor,
+    *,
+    position: int,
+    scale: float,
+    softcap: float | None,
+    config: MoSARConfig,
+) -> tuple[Tensor, Tensor]:
+    """q [B, Hq, 1, D] of labels [B, Gr] over the lists of a cache; output and log-sum-exp.
+
+    state: k_pool, v_pool, table, marks and more; reach [R, C]; position: of every row where there
+    are no positions [B, 1]. What the host keeps (table, marks, reach) is copied to the device.
+    """
+    k_pool, v_pool, table, marks, *_ = state
+    device = q.device
+    whole, falls = plateaus(config, device)
+    return torch.ops.mosar.triton_cache_attend(
+        q.contiguous(),
+        labels.contiguous(),
+        None if positions is None else positions.to(device).contiguous(),
+        k_pool,
+        v_pool,
+        table.to(device),
+        marks.to(device),
+        reach.to(device),
+        whole,
+        falls,
+        position,
+        scale,
+        0.0 if softcap is None else softcap,
+        config.barrier,
+        config.exponent,
+    )

@@ -1,0 +1,316 @@
+"""The operators `torch.ops.mosar.triton_*`: their launches, their autograd."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+from torch.library import triton_op, wrap_triton
+
+from mosar.kernels.triton.blocks import choose, length_class, num_splits
+from mosar.kernels.triton.plan import reader_runs
+
+NONE, GEOMETRY, WORTH, TABLE = range(4)
+_LOG2E = math.log2(math.e)
+
+
+@triton_op("mosar::triton_attend", mutates_args={})
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pi_q: Tensor | None,
+    pi_k: Tensor | None,
+    query_order: Tensor | None,
+    key_order: Tensor | None,
+    query_places: Tensor | None,
+    key_places: Tensor | None,
+    query_offsets: Tensor,
+    key_offsets: Tensor,
+    run_lo: Tensor,
+    run_hi: Tensor,
+    run_flat: Tensor | None,
+    plateaus: Tensor | None,
+    falls: Tensor | None,
+    table: Tensor | None,
+    level_until: Tensor | None,
+    slopes: Tensor | None,
+    groups: int,
+    bias: int,
+    scale: float,
+    softcap: float,
+    barrier: float,
+    exponent: float,
+    epsilon: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output [B, Hq, T, D], log-sum-exp [B, Hq, T], maximum and sum of each softmax [2, B, Hq, T].
+
+    The plan is a `DevicePlan`; softcap 0: none; exponent, barrier and plateaus make the gates of
+    GEOMETRY, `table` [R * C, length] those of WORTH, `table` [1 or Hq, length] in base 2 and slopes
+    the bias of TABLE.
+    """
+    out, lse, softmax = _empty_results(q)
+    common = _common(
+        q, k, v, pi_q, pi_k, query_order, key_order, query_places, key_places, query_offsets,
+        run_lo, table, level_until, slopes, plateaus, falls, groups, bias, scale, softcap,
+        barrier, exponent, epsilon,
+    )  # fmt: skip
+    kernel, blocks = choose("forward", q.shape[3], q.dtype)
+    wrap_triton(kernel)[_query_grid(q, k, query_offsets)](
+        out=out,
+        lse=lse,
+        row_max=softmax[0],
+        row_sum=softmax[1],
+        query_offsets=query_offsets,
+        run_hi=run_hi,
+        run_flat=run_flat,
+        **common,
+        **blocks,
+    )
+    return out, lse, softmax
+
+
+@triton_op("mosar::triton_attend_backward", mutates_args={})
+def attend_backward(
+    dout: Tensor,
+    dlse: Tensor,
+    out: Tensor,
+    softmax: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pi_q: Tensor | None,
+    pi_k: Tensor | None,
+    query_order: Tensor | None,
+    key_order: Tensor | None,
+    query_places: Tensor | None,
+    key_places: Tensor | None,
+    query_offsets: Tensor,
+    key_offsets: Tensor,
+    run_lo: Tensor,
+    run_hi: Tensor,
+    run_flat: Tensor | None,
+    plateaus: Tensor | None,
+    falls: Tensor | None,
+    table: Tensor | None,
+    level_until: Tensor | None,
+    slopes: Tensor | None,
+    groups: int,
+    bias: int,
+    scale: float,
+    softcap: float,
+    barrier: float,
+    exponent: float,
+    epsilon: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv, and dpi_q, dpi_k (empty without WORTH)."""
+    batch, heads, _, dim = q.shape
+    kv_heads, keys = k.shape[1:3]
+    common = _common(
+        q, k, v, pi_q, pi_k, query_order, key_order, query_places, key_places, query_offsets,
+        run_lo, table, level_until, slopes, plateaus, falls, groups, bias, scale, softcap,
+        barrier, exponent, epsilon,
+    )  # fmt: skip
+    common |= {
+        "dout": dout,
+        "row_max": softmax[0],
+        "row_sum": softmax[1],
+        "run_hi": run_hi,
+        "scale": scale,
+        "BLOCK_R": triton.next_power_of_2(common["REGIMES"]),
+    }
+    dq = torch.empty_like(out)
+    delta = torch.empty_like(dlse)
+    routed = pi_q is not None and pi_k is not None
+    regimes = common["REGIMES"] if routed else 0
+    shares_q = delta.new_empty((*delta.shape, regimes))
+    kernel, blocks = choose("query", dim, q.dtype)
+    wrap_triton(kernel)[_query_grid(q, k, query_offsets)](
+        out=out,
+        dlse=dlse,
+        delta=delta,
+        dq=dq,
+        dpi_q=shares_q,
+        query_offsets=query_offsets,
+        run_flat=run_flat,
+        EXACT=q.dtype == torch.float32,
+        **common,
+        **blocks,
+    )
+
+    readers = reader_runs(query_offsets, key_offsets, run_lo, run_hi, run_flat, keys)
+    classes = run_lo.shape[2]
+    kernel, blocks = choose("key", dim, q.dtype)
+    splits = num_splits(batch * kv_heads * keys // 64, heads // kv_heads, q.device)
+    # Zero where the plan may leave out keys: it lists no padding.
+    new = delta.new_empty if key_order is None else delta.new_zeros
+    dtype = q.dtype if splits == 1 else torch.float32
+    dk = new((splits, *k.shape), dtype=dtype)
+    dv = new((splits, *k.shape), dtype=dtype)
+    shares_k = new((splits, *k.shape[:3], regimes))
+
+    def key_grid(meta: dict[str, Any]) -> tuple[int]:
+        tiles = -(-keys // meta["BLOCK_N"]) + classes - 1
+        return (tiles * splits * kv_heads * batch,)
+
+    wrap_triton(kernel)[key_grid](
+        delta=delta,
+        dk=dk,
+        dv=dv,
+        dpi_k=shares_k,
+        key_offsets=key_offsets,
+        read_from=readers.first,
+        read_to=readers.end,
+        flat_to=readers.flat_end,
+        batches=batch,
+        SPLITS=splits,
+        **common,
+        **blocks,
+    )
+    dk, dv = (x[0] if splits == 1 else x.sum(dim=0).to(q.dtype) for x in (dk, dv))
+    if pi_k is None or not routed:
+        return dq, dk, dv, delta.new_empty(0), delta.new_empty(0)
+    dpi_q = shares_q.unflatten(1, (groups, heads // groups)).sum(dim=2)
+    dpi_k = shares_k.sum(dim=0).unflatten(1, (groups, kv_heads // groups)).sum(dim=2)
+    # Sinks, a column of their own, are not routed.
+    return dq, dk, dv, dpi_q, F.pad(dpi_k, (0, pi_k.shape[-1] - regimes))
+
+
+def _common(
+    q, k, v, pi_q, pi_k, query_order, key_order, query_places, key_places, query_offsets,
+    run_lo, table, level_until, slopes, plateaus, falls, groups, bias, scale, softcap,
+    barrier, exponent, epsilon,
+) -> dict[str, Any]:  # fmt: skip
+    """The arguments that all kernels take."""
+    batch, heads, queries, dim = q.shape
+    kv_heads, keys = k.shape[1:3]
+    plan_rows, _, classes = run_lo.shape
+    by_batch, by_group = groups, 1
+    if plan_rows == 1:
+        by_batch = by_group = 0
+    elif plan_rows == batch:
+        by_batch, by_group = 1, 0
+    strides = {
+        f"{name}_{axis}": matrix.stride(index)
+        for name, matrix in (("q", q), ("k", k), ("v", v))
+        for index, axis in enumerate(("batch", "head", "token"))
+    }
+    capped = softcap > 0
+    return strides | {
+        "q": q,
+        "k": k,
+        "v": v,
+        "pi_q": pi_q,
+        "pi_k": pi_k,
+        "query_order": query_order,
+        "key_order": key_order,
+        "query_places": query_places,
+        "key_places": key_places,
+        "run_lo": run_lo,
+        "plateaus": plateaus,
+        "falls": falls,
+        "table": table,
+        "level_until": level_until,
+        "slopes": slopes,
+        "plan_batch": by_batch,
+        "plan_group": by_group,
+        "groups": groups,
+        "kv_heads": kv_heads,
+        "num_queries": queries,
+        "num_keys": keys,
+        "shift": keys - queries,
+        "table_stride": 0 if table is None or table.shape[0] == 1 else table.shape[1],
+        "table_length": 1 if table is None else table.shape[1],
+        "factor": scale / softcap if capped else scale * _LOG2E,
+        "cap": softcap * _LOG2E,
+        "barrier": barrier * _LOG2E,
+        "exponent": exponent,
+        "epsilon": epsilon,
+        "length_class": length_class(keys),
+        "SHARE": heads // kv_heads,
+        "HEAD_DIM": dim,
+        "BLOCK_D": max(16, triton.next_power_of_2(dim)),
+        "LABELS": query_offsets.shape[1] - 1,
+        "CLASSES": classes,
+        "REGIMES": 1 if pi_q is None else pi_q.shape[-1],
+        "COLUMNS": 1 if pi_k is None else pi_k.shape[-1],
+        "BIAS": bias,
+        "CAPPED": capped,
+        "SQUARE": exponent == 2,
+        "PRECISION": _dot_precision(q),
+    }
+
+
+def _dot_precision(q: Tensor) -> str:
+    """float32 products as torch itself is told to make them."""
+    relaxed = torch.get_float32_matmul_precision() != "highest"
+    return "tf32" if relaxed and torch.version.hip is None else "ieee"
+
+
+def _query_grid(q: Tensor, k: Tensor, query_offsets: Tensor):
+    batch, heads, queries, _ = q.shape
+    kv_heads, labels = k.shape[1], query_offsets.shape[1] - 1
+    share = heads // kv_heads
+
+    def grid(meta: dict[str, Any]) -> tuple[int]:
+        chunks = -(-share // meta["BLOCK_M"])
+        tokens = meta["BLOCK_M"] // -(-share // chunks)
+        return ((-(-queries // tokens) + labels - 1) * chunks * kv_heads * batch,)
+
+    return grid
+
+
+def _empty_results(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    rows = q.shape[:-1]
+    return (
+        q.new_empty(q.shape),
+        q.new_empty(rows, dtype=torch.float32),
+        q.new_empty((2, *rows), dtype=torch.float32),
+    )
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    ctx.is_tensor = [isinstance(x, Tensor) for x in inputs]
+    ctx.others = [x for x in inputs if not isinstance(x, Tensor)]
+    out, _, softmax = output
+    ctx.mark_non_differentiable(softmax)
+    ctx.save_for_backward(out, softmax, *(x for x in inputs if isinstance(x, Tensor)))
+
+
+def _backward(ctx, dout: Tensor, dlse: Tensor, _: Tensor):
+    out, softmax, *tensors = ctx.saved_tensors
+    tensors, others = iter(tensors), iter(ctx.others)
+    inputs = [next(tensors) if is_tensor else next(others) for is_tensor in ctx.is_tensor]
+    dq, dk, dv, dpi_q, dpi_k = torch.ops.mosar.triton_attend_backward(
+        dout.contiguous(), dlse.contiguous(), out, softmax, *inputs
+    )
+    routed = inputs[3] is not None
+    gradients = [dq, dk, dv, dpi_q if routed else None, dpi_k if routed else None]
+    return (*gradients, *[None] * (len(inputs) - len(gradients)))
+
+
+def _no_second_derivative(ctx, *gradients: Tensor):
+    raise NotImplementedError(
+        "impl='triton' gives no second derivatives; use impl='reference' or impl='tiled'"
+    )
+
+
+def _fake_attend(q, *inputs):
+    return _empty_results(q)
+
+
+def _fake_backward(dout, dlse, out, softmax, q, k, v, pi_q, pi_k, *inputs):
+    empty = dlse.new_empty
+    routings = [empty((0,)) if pi is None else empty(pi.shape) for pi in (pi_q, pi_k)]
+    return torch.empty_like(out), k.new_empty(k.shape), v.new_empty(v.shape), *routings
+
+
+# Shapes alone: the interpreter cannot run a kernel on tensors without data.
+attend.register_fake(_fake_attend)
+attend_backward.register_fake(_fake_backward)
+attend.register_autograd(_backward, setup_context=_setup_context)
+attend_backward.register_autograd(_no_second_derivative)

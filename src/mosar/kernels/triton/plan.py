@@ -1,0 +1,387 @@
+"""The plan on the device: made there, without waiting for it.
+
+Tokens at their default positions are sorted by counting, in seven launches (`planning.py`);
+positions that are given, and segments, take torch's sorts and binary searches
+(`mosar.kernels.plan`).
+
+The grid needs no count from the device: a plan of R labels fills at most ceil(T / tile) + R - 1
+tiles, and the programs beyond the last one end at once.
+
+Shapes: P plan rows, T queries, S keys, R labels, C classes; all int32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.library import triton_op, wrap_triton
+
+from mosar.core.config import MoSARConfig
+from mosar.core.hard_domain import class_reach, key_classes
+from mosar.core.layout import Layout
+from mosar.core.regimes import pair_geometry
+from mosar.kernels.plan import (
+    Plan,
+    PlanInput,
+    build_plan,
+    dense_plan_input,
+    sparse_plan_input,
+    whole_reach,
+)
+from mosar.kernels.tables import gate_table, kept_table
+from mosar.kernels.triton.planning import (
+    count_kernel,
+    place_kernel,
+    readers_kernel,
+    runs_kernel,
+    scan_kernel,
+)
+
+_FAR = torch.iinfo(torch.int32).max
+# Tokens that a planning program takes, and blocks of them whose counts one step sums up.
+BLOCK = 1024
+_BLOCKS = 64
+
+
+@dataclass(frozen=True)
+class DevicePlan:
+    """A plan as the kernels read it; `mosar.kernels.plan.Plan` says what its parts mean."""
+
+    query_order: Tensor | None
+    """[P, T]; None: as they come."""
+    key_order: Tensor | None
+    """[P, S]; None: as they come."""
+    query_places: Tensor | None
+    """[P, T], sorted; None: they count up to the last key's."""
+    key_places: Tensor | None
+    """[P, S], sorted; None: they count up from 0."""
+    query_offsets: Tensor
+    """[P, R + 1]."""
+    key_offsets: Tensor
+    """[P, C + 1]."""
+    run_lo: Tensor
+    """[P, T, C]."""
+    run_hi: Tensor
+    """[P, T, C]."""
+    run_flat: Tensor | None
+    """[P, T, C]: the first key on the query's plateau; None where no gate is evaluated."""
+
+
+def sparse_plan(
+    labels_q: Tensor,
+    labels_k: Tensor,
+    config: MoSARConfig,
+    layout: Layout,
+    *,
+    everywhere: bool = False,
+) -> DevicePlan:
+    """The plan of top-1 labels: the pairs of the support, or all that exist."""
+    plateau, _ = plateaus(config, labels_q.device)
+    if layout.default_positions and layout.key_segments is None:
+        classes = key_classes(labels_k, config, layout)
+        if layout.key_valid is not None:
+            valid = layout.key_valid[:, None] if classes.dim() == 3 else layout.key_valid
+            classes = classes.masked_fill(~valid, plateau.shape[1])
+        reach = on_device(
+            labels_q.device, _boundless_reach if everywhere else whole_reach, config, layout.window
+        )
+        return DevicePlan(
+            *torch.ops.mosar.triton_plan(
+                labels_q.flatten(0, -2).contiguous(),
+                classes.flatten(0, -2).contiguous(),
+                reach,
+                plateau,
+                layout.key_valid is not None,
+            )
+        )
+    given = sparse_plan_input(labels_q, labels_k, config, layout)
+    if everywhere:
+        given = replace(given, reach=torch.full_like(given.reach, given.window))
+    return _device_plan(given, plateau)
+
+
+@kept_table
+def _boundless_reach(config: MoSARConfig, window: int | None) -> Tensor:
+    """The reach of top-1 routing, [R, C]: all that exists."""
+    reach = whole_reach(config, window)
+    return torch.full_like(reach, _FAR if window is None else window)
+
+
+@triton_op("mosar::triton_plan", mutates_args={})
+def plan_by_counting(
+    labels_q: Tensor, classes_k: Tensor, reach: Tensor, plateau: Tensor, padded: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The parts of a `DevicePlan`, of labels [P, T] and classes [P, S] at default positions.
+
+    With `padded`, class C stands for keys that are not there.
+    """
+    rows, queries = labels_q.shape
+    keys = classes_k.shape[1]
+    labels, classes = reach.shape
+    new = partial(labels_q.new_empty, dtype=torch.int32)
+    before = new((rows, keys + 1, classes))
+    sorted_q = _sort_by_counting(labels_q, labels, labels, keys - queries, None)
+    sorted_k = _sort_by_counting(classes_k, classes + padded, classes, 0, before)
+    run_lo, run_hi, run_flat = (new((rows, queries, classes)) for _ in range(3))
+    num_blocks = -(-queries // BLOCK)
+    wrap_triton(runs_kernel)[(rows * num_blocks,)](
+        labels=labels_q,
+        order=sorted_q[0],
+        before=before,
+        reach=reach,
+        plateaus=plateau,
+        run_lo=run_lo,
+        run_hi=run_hi,
+        run_flat=run_flat,
+        num_queries=queries,
+        num_keys=keys,
+        shift=keys - queries,
+        num_blocks=num_blocks,
+        CLASSES=classes,
+        BLOCK=BLOCK,
+    )
+    orders = (sorted_q[0], sorted_k[0], sorted_q[1], sorted_k[1], sorted_q[2], sorted_k[2])
+    return *orders, run_lo, run_hi, run_flat
+
+
+def _sort_by_counting(
+    parts: Tensor, num_parts: int, listed: int, shift: int, before: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Order and places [P, L] of tokens sorted by their part, and offsets [P, listed + 1]."""
+    rows, length = parts.shape
+    num_blocks = -(-length // BLOCK)
+    new = partial(parts.new_empty, dtype=torch.int32)
+    counts, starts = new((rows, num_blocks, num_parts)), new((rows, num_blocks, num_parts))
+    order, places, offsets = new((rows, length)), new((rows, length)), new((rows, listed + 1))
+    shape = {"num_blocks": num_blocks, "PARTS": num_parts}
+    wrap_triton(count_kernel)[(rows * num_blocks,)](
+        parts=parts, counts=counts, length=length, BLOCK=BLOCK, **shape
+    )
+    wrap_triton(scan_kernel)[(rows,)](
+        counts=counts, starts=starts, offsets=offsets, LISTED=listed, BLOCK=_BLOCKS, **shape
+    )
+    wrap_triton(place_kernel)[(rows * num_blocks,)](
+        parts=parts,
+        starts=starts,
+        order=order,
+        places=places,
+        before=before,
+        length=length,
+        shift=shift,
+        LISTED=listed,
+        BLOCK=BLOCK,
+        **shape,
+    )
+    return order, places, offsets
+
+
+def _fake_plan(labels_q, classes_k, reach, plateau, padded):
+    (rows, queries), keys = labels_q.shape, classes_k.shape[1]
+    labels, classes = reach.shape
+    runs = (rows, queries, classes)
+    shapes = [(rows, queries), (rows, keys)] * 2 + [(rows, labels + 1), (rows, classes + 1)]
+    return tuple(labels_q.new_empty(shape, dtype=torch.int32) for shape in [*shapes, *[runs] * 3])
+
+
+# Shapes alone: the interpreter cannot run a kernel on tensors without data.
+plan_by_counting.register_fake(_fake_plan)
+
+
+def dense_plan(layout: Layout) -> DevicePlan:
+    """The plan of all pairs that exist; the ordinary one is kept for other layers and steps."""
+    ordinary = layout.default_positions and layout.key_valid is None and layout.key_segments is None
+    if not ordinary:
+        return _device_plan(dense_plan_input(layout), None)
+    queries, keys = layout.query_positions.shape[1], layout.key_positions.shape[1]
+    make = _ordinary_plan.__wrapped__ if torch.compiler.is_compiling() else _ordinary_plan
+    return make(queries, keys, layout.window, layout.query_positions.device)
+
+
+@lru_cache(maxsize=8)
+def _ordinary_plan(queries: int, keys: int, window: int | None, device: torch.device) -> DevicePlan:
+    with torch.inference_mode(False):
+        last = torch.arange(keys - queries, keys, dtype=torch.int32, device=device)[None, :, None]
+        first = torch.zeros_like(last) if window is None else (last - window).clamp_min(0)
+        return DevicePlan(
+            query_order=None,
+            key_order=None,
+            query_places=None,
+            key_places=None,
+            query_offsets=torch.arange(2, dtype=torch.int32, device=device)[None] * queries,
+            key_offsets=torch.arange(2, dtype=torch.int32, device=device)[None] * keys,
+            run_lo=first,
+            run_hi=last + 1,
+            run_flat=None,
+        )
+
+
+def _device_plan(given: PlanInput, plateau: Tensor | None) -> DevicePlan:
+    plan = build_plan(given)
+    query_order, key_order = plan.query_order.long(), plan.key_order.long()
+    query_places = given.places_q.gather(1, query_order)
+    key_places = given.places_k.gather(1, key_order.clamp_min(0))
+    flat = None
+    if plateau is not None:
+        labels = given.labels_q.gather(1, query_order)
+        flat = _first_on_plateau(plan, query_places, key_places, labels, plateau)
+    return DevicePlan(
+        query_order=plan.query_order,
+        key_order=plan.key_order,
+        query_places=query_places,
+        key_places=key_places,
+        query_offsets=plan.query_offsets,
+        key_offsets=plan.key_offsets,
+        run_lo=plan.run_lo,
+        run_hi=plan.run_hi,
+        run_flat=flat,
+    )
+
+
+def _first_on_plateau(
+    plan: Plan, query_places: Tensor, key_places: Tensor, labels: Tensor, plateau: Tensor
+) -> Tensor:
+    """Per sorted query and class the first key no farther than the plateau, [P, T, C]."""
+    classes = plateau.shape[1]
+    span = torch.maximum(query_places.max(), key_places.max()).long() + 1
+    # One number orders by class first, as in the plan; padding stays behind.
+    sequence = _part_of(plan.key_offsets, key_places.shape[1]) * span + key_places
+    sequence = torch.where(plan.key_order < 0, (classes + 1) * span, sequence)
+    first = (query_places.long()[:, :, None] - plateau.long()[labels.long()]).clamp_min(0)
+    first = first + torch.arange(classes, device=span.device) * span
+    return torch.searchsorted(sequence, first.flatten(1)).view_as(first).int()
+
+
+def _part_of(offsets: Tensor, length: int) -> Tensor:
+    """The part (label, or class) of each sorted place, [P, length]; the last one behind all."""
+    places = torch.arange(length, dtype=offsets.dtype, device=offsets.device)
+    places = places.expand(offsets.shape[0], -1).contiguous()
+    return torch.searchsorted(offsets[:, 1:-1].contiguous(), places, right=True)
+
+
+class ReaderRuns(NamedTuple):
+    """The transposed plan: per sorted key and label, runs of the sorted queries; [P, S, R]."""
+
+    first: Tensor
+    """The first query that reads the key."""
+    end: Tensor
+    """One past the last that may."""
+    flat_end: Tensor | None
+    """One past the last whose plateau holds it."""
+
+
+def reader_runs(
+    query_offsets: Tensor,
+    key_offsets: Tensor,
+    run_lo: Tensor,
+    run_hi: Tensor,
+    run_flat: Tensor | None,
+    num_keys: int,
+) -> ReaderRuns:
+    """Turns the plan around: which queries read a key. Only to be called within an operator."""
+    rows, queries, classes = run_lo.shape
+    labels = query_offsets.shape[1] - 1
+    shape = (rows, num_keys, labels)
+    runs = ReaderRuns(
+        first=run_lo.new_empty(shape),
+        end=run_lo.new_empty(shape),
+        flat_end=None if run_flat is None else run_lo.new_empty(shape),
+    )
+    num_blocks = -(-num_keys // BLOCK)
+    wrap_triton(readers_kernel)[(rows * num_blocks,)](
+        query_offsets=query_offsets,
+        key_offsets=key_offsets,
+        run_lo=run_lo,
+        run_hi=run_hi,
+        run_flat=run_flat,
+        read_from=runs.first,
+        read_to=runs.end,
+        flat_to=runs.flat_end,
+        num_queries=queries,
+        num_keys=num_keys,
+        num_blocks=num_blocks,
+        # Halvings until one is left; of a length that is a symbol of a graph, enough for any.
+        steps=queries.bit_length() if isinstance(queries, int) else 31,
+        LABELS=labels,
+        CLASSES=classes,
+        BLOCK=BLOCK,
+    )
+    return runs
+
+
+@kept_table
+def _plateaus(config: MoSARConfig) -> Tensor:
+    """The plateau of each (label, class) in whole distances, [R, C] int32; boundless: all."""
+    return torch.where(_boundless(config), _FAR, _plateau(config).floor()).int()
+
+
+@kept_table
+def _falls(config: MoSARConfig) -> Tensor:
+    """What the plateau has beyond its whole distances, and 1 / transition, [R, C, 2].
+
+    A step (transition 0) falls half-way between its last distance and the next.
+    """
+    pairs = pair_geometry(config)
+    step = pairs.transition == 0
+    inverse = torch.where(step, 1e30, 1 / pairs.transition.clamp_min(1e-30))
+    fraction = torch.where(step, 0.5, pairs.plateau - pairs.plateau.floor())
+    falls = torch.stack([fraction, inverse], dim=-1)
+    if config.num_sinks:
+        falls = torch.cat([falls, falls.new_zeros(config.num_regimes, 1, 2)], dim=1)
+    return falls.masked_fill(_boundless(config)[:, :, None], 0.0).float()
+
+
+def _boundless(config: MoSARConfig) -> Tensor:
+    return class_reach(config) == math.inf
+
+
+def _plateau(config: MoSARConfig) -> Tensor:
+    plateau = pair_geometry(config).plateau.clamp_max(_FAR - 1)
+    if config.num_sinks:
+        plateau = torch.cat([plateau, plateau.new_zeros(config.num_regimes, 1)], dim=1)
+    return plateau
+
+
+@kept_table
+def _gates_level_until(config: MoSARConfig, length: int) -> Tensor:
+    return level_until(gate_table(config, length).flatten(0, 1))
+
+
+def level_until(table: Tensor) -> Tensor:
+    """For each distance the last one up to which no row of a table [.., length] changes, int32."""
+    distances = torch.arange(table.shape[1] - 1, dtype=torch.int32, device=table.device)
+    changes = (table[:, 1:] != table[:, :-1]).any(dim=0)
+    last = F.pad(torch.where(changes, distances, _FAR), (0, 1), value=_FAR)
+    return last.flip(0).cummin(dim=0).values.flip(0)
+
+
+@lru_cache(maxsize=64)
+def _kept_on(device: torch.device, make: Callable[..., Tensor], *arguments: Hashable) -> Tensor:
+    with torch.inference_mode(False):
+        return make(*arguments).to(device)
+
+
+def on_device(device: torch.device, make: Callable[..., Tensor], *arguments: Hashable) -> Tensor:
+    """A kept table on a device, copied there once: copying waits for the device."""
+    if torch.compiler.is_compiling():
+        return make(*arguments).to(device)
+    return _kept_on(device, make, *arguments)
+
+
+def plateaus(config: MoSARConfig, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(whole plateaus [R, C] int32, (fraction, 1 / transition) [R, C, 2])."""
+    return on_device(device, _plateaus, config), on_device(device, _falls, config)
+
+
+def gates(config: MoSARConfig, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(gates by distance [R, C, length], up to where they are level [length] int32)."""
+    return (
+        on_device(device, gate_table, config, length),
+        on_device(device, _gates_level_until, config, length),
+    )

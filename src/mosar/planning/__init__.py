@@ -1,0 +1,1 @@
+"""Pencil and paper for training and serving: what `mosar plan` computes."""

@@ -1,0 +1,106 @@
+"""Memory of one rank: what `mosar train` keeps, and a KV cache.
+
+    parameters, gradients, AdamW     4 + 4 + 8 bytes a parameter, in float32 whatever the precision
+    activations                      the tensors that a layer saves for its backward pass
+    loss                             gradients of head and hidden states, and a chunk of logits
+
+Saved tensors are those of the CPU kernels, listed one by one below; a test compares the sum with
+what torch really saves. Buffers of kernels, of the allocator and of the network are left out.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from mosar.planning.mesh import Mesh
+from mosar.planning.parameters import is_routed
+from mosar.training.config import RunConfig
+
+
+class Saved(NamedTuple):
+    """A tensor that a layer saves: numbers a token, bytes each in fp32 and in bf16 training."""
+
+    name: str
+    numbers: float
+    fp32: int
+    bf16: int
+
+
+def saved_by_layer(config: RunConfig, mesh: Mesh) -> list[Saved]:
+    """What one layer keeps for its backward pass, a token, on one rank."""
+    model = config.model
+    size = model.hidden_size
+    heads = model.num_heads / mesh.tensor
+    query = heads * model.head_dim
+    key = model.num_kv_heads / mesh.kv_parts(model) * model.head_dim
+    ffn = model.ffn_size / mesh.tensor
+    saved = [
+        Saved("inputs of the norms before attention and feed-forward", 2 * size, 4, 4),
+        Saved("inputs of the norms after them", 2 * size, 4, 2),
+        Saved("scales of the norms", 4, 4, 4),
+        # Under autocast each of q, k, v and of gate, up makes its own narrow copy of the input.
+        Saved("input of the projections", size, 4, 3 * 2),
+        Saved("input of the feed-forward", size, 4, 2 * 2),
+        Saved("q, k and v", query + 2 * key, 4, 4),
+        Saved("output of attention", query, 4, 4),
+        Saved("input of the output projection", query, 4, 2),
+        Saved("log-sum-exps", 2 * heads, 4, 4),
+        Saved("gate and up", 2 * ffn, 4, 2),
+        Saved("input of the down projection", ffn, 4, 2),
+        Saved("GELU of the gate", ffn, 0, 2),
+    ]
+    if is_routed(config.attention):
+        mosar = config.attention.mosar_config(model.max_length)
+        groups = mosar.routing_groups
+        saved += [
+            Saved("routers, before and after GELU", 4 * groups * mosar.router_hidden, 4, 4),
+            Saved("routing probabilities", 2 * groups * mosar.num_regimes, 4, 4),
+            Saved("q and k as the routers read them", query + key, 0, 4),
+        ]
+    return saved
+
+
+def layer_bytes(config: RunConfig, mesh: Mesh) -> float:
+    """Saved bytes of one layer, a token."""
+    return sum(
+        saved.numbers * (saved.bf16 if config.train.precision == "bf16" else saved.fp32)
+        for saved in saved_by_layer(config, mesh)
+    )
+
+
+def activation_bytes(config: RunConfig, mesh: Mesh, tokens: int) -> float:
+    """All layers' saved tensors of a pass; with checkpointing the inputs, and one layer again."""
+    model = config.model
+    layer = layer_bytes(config, mesh)
+    final_norm = 4 * (model.hidden_size + 1)
+    if config.train.checkpoint_activations:
+        return tokens * (model.num_layers * 4 * model.hidden_size + layer + final_norm)
+    return tokens * (model.num_layers * layer + final_norm)
+
+
+def loss_bytes(config: RunConfig, tokens: int) -> float:
+    """Gradients of hidden states and head, which the loss holds until its backward pass."""
+    return 4.0 * config.model.hidden_size * (tokens + config.model.vocab_size)
+
+
+def logits_bytes(config: RunConfig, tokens: int) -> float:
+    """A chunk of logits, and once more under a soft-cap; gone before the backward pass."""
+    rows = config.train.loss_chunk or max(256, (1 << 21) // config.model.vocab_size)
+    arrays = 1 if config.model.final_softcap is None else 2
+    return 4.0 * arrays * min(rows, tokens) * config.model.vocab_size
+
+
+def narrow_weight_bytes(config: RunConfig, matrix_parameters: float) -> float:
+    """Autocast's copies of weight matrices in bfloat16, kept during a pass."""
+    return 2.0 * matrix_parameters if config.train.precision == "bf16" else 0.0
+
+
+def cache_bytes(config: RunConfig, mesh: Mesh, keys: float, *, by_regime: bool) -> float:
+    """A KV cache of one sequence with so many keys a layer, as the model's caches hold them."""
+    model = config.model
+    key_heads = model.num_kv_heads / mesh.kv_parts(model)
+    width = 2 if config.train.precision == "bf16" else 4
+    groups = config.attention.routing_groups if by_regime else 1
+    # A place and a slot for every key of a group; without regimes a position and a validity.
+    notes = 8 * groups if by_regime else 9
+    return model.num_layers * keys * (2 * key_heads * model.head_dim * width + notes)

@@ -1,0 +1,71 @@
+"""A plan on the terminal: a table a section, and how attention's cost grows with context."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+from rich.console import Console
+from rich.table import Table
+
+from mosar.planning.lines import BASES, say
+from mosar.planning.plan import Plan
+
+
+def print_plan(plan: Plan, console: Console) -> None:
+    config, mesh, batch = plan.config, plan.mesh, plan.batch
+    console.print(
+        f"{config.variant}, preset {config.preset}, training length {config.model.max_length:,}; "
+        f"context {plan.context:,}; {config.train.precision}",
+        highlight=False,
+    )
+    console.print(
+        f"mesh: {mesh.gpus} rank{'s' * (mesh.gpus > 1)} = data {mesh.data} x shard {mesh.shard} "
+        f"x tensor {mesh.tensor}; an update: {batch.windows} windows, "
+        f"{batch.passes} x {batch.pass_windows} on a rank",
+        highlight=False,
+    )
+    for note in plan.notes:
+        console.print(f"Note: {note}", highlight=False)
+    for section, lines in groupby(plan.lines, key=lambda line: line.section):
+        table = _table(section, "", "basis", "how")
+        for line in lines:
+            table.add_row(line.name, say(line.value, line.unit), line.basis, line.how)
+        console.print()
+        console.print(table)
+    console.print()
+    console.print(_cost_table(plan))
+    console.print()
+    for basis, meaning in BASES.items():
+        console.print(f"{basis}: {meaning}", highlight=False)
+
+
+def _cost_table(plan: Plan) -> Table:
+    table = _table(
+        "attention of a token, forward",
+        *("context", "all pairs", "support", "density", "basis", "part", "KV cache", "every key"),
+    )
+    table.columns[0].header = "attention of a token, forward"
+    last = None
+    for cost in plan.costs:
+        table.add_row(
+            cost.curve if cost.curve != last else "",
+            f"{cost.context:,}",
+            say(cost.dense, "FLOP"),
+            say(cost.sparse, "FLOP"),
+            say(100 * cost.density, "%"),
+            cost.basis,
+            say(100 * cost.share, "%"),
+            say(cost.cache, "B"),
+            say(cost.dense_cache, "B"),
+        )
+        last = cost.curve
+    return table
+
+
+def _table(first: str, *columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column(first)
+    for name in columns:
+        right = name not in ("basis", "how")
+        table.add_column(name, justify="right" if right else "left", no_wrap=right)
+    return table

@@ -1,0 +1,273 @@
+"""The report of retrofitted models: what routing costs and what it saves, as markdown.
+
+A folder of `mosar retrofit`, or one that holds several of them: then their points make a frontier.
+Read are adapter.json and the records; equal records give an equal report.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from mosar.records import RetrofitEvaluation, RetrofitSpeed, read_records
+
+DESCRIPTION, RECORDS = "adapter.json", "evaluations/retrofit.jsonl"
+REPORT, FIGURE = "report.md", "frontier.png"
+_ORDER = ("dense", "soft", "top1", "sparse", "window")
+
+
+@dataclass(frozen=True)
+class RetrofittedRun:
+    """A run folder: what it is and what was found about it, the newest record of each kind."""
+
+    name: str
+    description: dict[str, Any]
+    records: tuple[RetrofitEvaluation, ...]
+    speeds: tuple[RetrofitSpeed, ...]
+
+    @property
+    def target(self) -> float | None:
+        """The density it was trained for."""
+        return self.description["notes"].get("settings", {}).get("target_density")
+
+
+@dataclass(frozen=True)
+class Point:
+    """One way to read fewer pairs: how many, and what it costs."""
+
+    name: str
+    density: float
+    gap: float
+    """Perplexity over that of dense attention, minus 1."""
+
+
+def find_runs(folder: Path) -> list[Path]:
+    """`folder` if it is a retrofitted run, else those in it."""
+    if (folder / DESCRIPTION).is_file():
+        return [folder]
+    return sorted(path.parent for path in folder.glob(f"*/{DESCRIPTION}"))
+
+
+def load_run(folder: Path) -> RetrofittedRun:
+    """The run and its records, of its present routers and of the text that was read last."""
+    description = json.loads((folder / DESCRIPTION).read_bytes())
+    found = read_records(folder / RECORDS) if (folder / RECORDS).is_file() else []
+    evaluations = [r for r in found if isinstance(r, RetrofitEvaluation)]
+    text = evaluations[-1].text if evaluations else ""
+    adapter = description["weights_sha256"]
+    newest: dict[Any, RetrofitEvaluation] = {}
+    for record in evaluations:
+        if record.text == text and record.adapter in ("", adapter):
+            key = record.length, _ORDER.index(record.routing), record.regimes.get("S", 0.0)
+            newest[key] = record
+    speeds = {r.length: r for r in found if isinstance(r, RetrofitSpeed) and r.adapter == adapter}
+    return RetrofittedRun(
+        folder.resolve().name,
+        description,
+        tuple(newest[key] for key in sorted(newest)),
+        tuple(speeds[length] for length in sorted(speeds)),
+    )
+
+
+def frontier(runs: Sequence[RetrofittedRun], length: int) -> tuple[list[Point], list[Point]]:
+    """The learned points and those of fixed windows at one length, by density.
+
+    Runs that were evaluated on another text than the first are left out.
+    """
+    records = [r for run in _of_one_text(runs) for r in run.records if r.length == length]
+    dense = next((r for r in records if r.routing == "dense"), None)
+    learned: dict[str, Point] = {}
+    windows: dict[str, Point] = {}
+    for record in records:
+        if dense is None or record.routing not in ("sparse", "window"):
+            continue
+        gap = math.exp(record.loss - dense.loss) - 1
+        if record.routing == "sparse":
+            name, into = record.adapter, learned
+        else:
+            name, into = f"window {record.regimes['S']:g}", windows
+        into[name] = Point(name, record.density, gap)
+    names = {run.description["weights_sha256"]: run.name for run in runs}
+    points = [Point(names[p.name], p.density, p.gap) for p in learned.values()]
+    return tuple(sorted(x, key=lambda p: p.density) for x in (points, [*windows.values()]))  # pyright: ignore
+
+
+def gap_at(points: Sequence[Point], density: float) -> float | None:
+    """The gap of fixed windows at a density, on straight lines of the logarithms; None outside."""
+    for low, high in pairwise(points):
+        if low.density <= density <= high.density and min(low.gap, high.gap) > 0:
+            share = math.log(density / low.density) / math.log(high.density / low.density)
+            return math.exp((1 - share) * math.log(low.gap) + share * math.log(high.gap))
+    return None
+
+
+def write_retrofit_report(folder: Path) -> Path:
+    """Writes report.md and, where there are windows to compare with, the figure; its path."""
+    runs = [load_run(path) for path in find_runs(folder)]
+    if not any(run.records for run in runs):
+        raise ValueError(f"{folder} holds no evaluated retrofit; run mosar evaluate on it first")
+    drawn = any(all(frontier(runs, length)) for length in _lengths(runs))
+    if drawn:
+        from mosar.report.figures import render_figure
+        from mosar.report.frontier import draw_frontier
+
+        panels = {n: frontier(runs, n) for n in _lengths(runs)}
+        (folder / FIGURE).write_bytes(render_figure(draw_frontier(panels), "png", dpi=130))
+    path = folder / REPORT
+    path.write_text(retrofit_markdown(runs, figure=drawn), encoding="utf-8")
+    return path
+
+
+def retrofit_markdown(runs: Sequence[RetrofittedRun], *, figure: bool = False) -> str:
+    """Tables of perplexity, density, lost attention, frontier, times, cache; layers of one run."""
+    base = runs[0].description["base"]
+    parts = [
+        f"# {Path(base['source']).name or base['architecture']}, retrofitted\n",
+        _intro(runs[0].description),
+        _perplexity(_of_one_text(runs)),
+        _frontier_table(runs, figure),
+        _speed(runs),
+    ]
+    sparse = [record for record in runs[0].records if record.routing == "sparse"]
+    if len(runs) == 1 and sparse:
+        parts.append(_layers(max(sparse, key=lambda record: record.length)))
+    return "\n".join(part for part in parts if part)
+
+
+def _of_one_text(runs: Sequence[RetrofittedRun]) -> list[RetrofittedRun]:
+    read = [run for run in runs if run.records]
+    return [run for run in read if run.records[0].text == read[0].records[0].text]
+
+
+def _lengths(runs: Sequence[RetrofittedRun]) -> list[int]:
+    return sorted({record.length for run in _of_one_text(runs) for record in run.records})
+
+
+def _intro(description: dict[str, Any]) -> str:
+    geometry, base = description["geometry"], description["base"]
+    regimes = ", ".join(f"{r['name']} {r['reach']:g}" for r in geometry["regimes"])
+    return (
+        f"{base['architecture']}, {base['parameters']:,} parameters, frozen. Regimes (reach): "
+        f"{regimes}; composition {geometry['composition']}, {geometry['routing_groups']} routing "
+        f"groups, {geometry['num_sinks']} sinks. Weights checksum {base['checksum'][:16]}.\n"
+    )
+
+
+def _perplexity(runs: Sequence[RetrofittedRun]) -> str:
+    lines = [
+        "## Perplexity\n",
+        "| length | routing | windows | perplexity | against dense | density | attention lost |",
+        "|---:|---|---:|---:|---:|---:|---:|",
+    ]
+    shown = set()
+    for length in _lengths(runs):
+        records = [(run, r) for run in runs for r in run.records if r.length == length]
+        records.sort(key=lambda pair: _ORDER.index(pair[1].routing))
+        dense = next((r.loss for _, r in records if r.routing == "dense"), None)
+        for run, record in records:
+            name = _routing_name(run, record, len(runs) > 1)
+            if (length, name) not in shown:
+                shown.add((length, name))
+                lines.append(_perplexity_row(record, name, dense))
+    return "\n".join(lines) + "\n"
+
+
+def _routing_name(run: RetrofittedRun, record: RetrofitEvaluation, several: bool) -> str:
+    if record.routing == "window":
+        return f"window {record.regimes['S']:g}"
+    return f"{record.routing}, {run.name}" if several and record.adapter else record.routing
+
+
+def _perplexity_row(record: RetrofitEvaluation, name: str, dense: float | None) -> str:
+    gap = ""
+    if dense is not None and record.routing != "dense":
+        gap = f"{100 * (math.exp(record.loss - dense) - 1):+.2f} %"
+    routed = record.routing in ("sparse", "window")
+    return (
+        f"| {record.length:,} | {name} | {record.windows} | {record.perplexity:.3f} "
+        f"| {gap} | {f'{record.density:.3f}' if routed else ''} "
+        f"| {f'{100 * record.lost:.1f} %' if routed else ''} |"
+    )
+
+
+def _frontier_table(runs: Sequence[RetrofittedRun], figure: bool) -> str:
+    lines = []
+    for length in _lengths(runs):
+        learned, windows = frontier(runs, length)
+        for point in learned:
+            same = gap_at(windows, point.density)
+            if same is not None:
+                lines.append(
+                    f"| {length:,} | {point.name} | {point.density:.3f} | {100 * point.gap:+.2f} % "
+                    f"| {100 * same:+.2f} % | {same / point.gap if point.gap > 0 else 0:.1f}× |"
+                )
+    if not lines and not figure:
+        return ""
+    head = [
+        "## Frontier\n",
+        "The gap of learned routing and of a fixed window with the same sinks at the same density, "
+        "from the windows that were evaluated.\n",
+        "| length | run | density | learned | window | times smaller |",
+        "|---:|---|---:|---:|---:|---:|",
+    ]
+    image = [f"\n![Perplexity gap against density]({FIGURE})"] if figure else []
+    return "\n".join((head + lines if lines else head[:1]) + image) + "\n"
+
+
+def _speed(runs: Sequence[RetrofittedRun]) -> str:
+    if not any(run.speeds for run in runs):
+        return ""
+    several = len(runs) > 1
+    rounds = len(next(s for run in runs for s in run.speeds).prefill["dense"].samples_ms)
+    lines = [
+        "## Prefill, decoding and cache\n",
+        "The whole model with its cache: seconds of a prompt without logits, then milliseconds a "
+        f"token. The quickest of {rounds}, dense and sparse in turn; bytes after the prompt.\n",
+        f"| length |{' run |' if several else ''} prefill dense, s | sparse, s | speed-up "
+        "| decode dense, ms | sparse, ms | speed-up | cache dense, MiB | sparse, MiB | share |",
+        "|---:|" + ("---|" if several else "") + "---:|" * 9,
+    ]
+    for run in runs:
+        for row in run.speeds:
+            lines.append(_speed_row(row, run.name if several else None))
+    return "\n".join(lines) + "\n"
+
+
+def _speed_row(row: RetrofitSpeed, name: str | None) -> str:
+    prefill, decode = (
+        [times[routing].min_ms or math.nan for routing in ("dense", "sparse")]
+        for times in (row.prefill, row.decode)
+    )
+    dense, sparse = (row.cache_bytes[routing] / 2**20 for routing in ("dense", "sparse"))
+    cells = [
+        f"{row.length:,}",
+        *([] if name is None else [name]),
+        *(f"{ms / 1e3:.2f}" for ms in prefill),
+        f"{prefill[0] / prefill[1]:.2f}×",
+        *(f"{ms:.1f}" for ms in decode),
+        f"{decode[0] / decode[1]:.2f}×",
+        *(f"{dense:.1f}", f"{sparse:.1f}", f"{sparse / dense:.2f}"),
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _layers(record: RetrofitEvaluation) -> str:
+    groups = len(record.layer_density[0])
+    lines = [
+        f"## Layers, sparse routing at {record.length:,} tokens\n",
+        "Density by routing group, then the attention lost, mean over groups.\n",
+        "| layer | " + " | ".join(f"group {g}" for g in range(groups)) + " | mean | lost |",
+        "|---:" * (groups + 3) + "|",
+    ]
+    rows = zip(record.layer_density, record.layer_lost, strict=True)
+    for index, (density, lost) in enumerate(rows):
+        cells = " | ".join(f"{value:.3f}" for value in density)
+        mean, missed = statistics.fmean(density), 100 * statistics.fmean(lost)
+        lines.append(f"| {index} | {cells} | {mean:.3f} | {missed:.1f} % |")
+    return "\n".join(lines) + "\n"

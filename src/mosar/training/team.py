@@ -1,0 +1,154 @@
+"""Who trains together: this process alone, or the processes that a launcher started.
+
+The loop asks its team wherever several processes act as one. `Team` is one process, to which most
+questions are trivial; `mosar.distributed.team` holds the team of several, and is imported only for
+them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from mosar.model.decoder import Decoder
+from mosar.training import checkpoints
+from mosar.training.checkpoints import Checkpoint
+from mosar.training.config import DistributedConfig, RunConfig
+from mosar.training.errors import TrainingError
+from mosar.training.objective import Objective, Terms
+from mosar.training.share import WHOLE
+from mosar.training.stopping import StopRequest
+
+if TYPE_CHECKING:
+    from mosar.training.learner import Learner
+
+Value = TypeVar("Value")
+
+
+class Team:
+    """One process."""
+
+    share = WHOLE
+    is_first = True
+    """Whether this process writes the run folder and speaks."""
+    num_processes = 1
+
+    def running(self, out: Path) -> AbstractContextManager[object]:
+        """While the processes of the team train into `out`."""
+        return nullcontext()
+
+    def together(self) -> AbstractContextManager[object]:
+        """Around what every process must manage: if one fails, all do."""
+        return nullcontext()
+
+    def from_first(self, action: Callable[[], Value]) -> Value:
+        """What `action` returns to the first process, a value as JSON holds it; or its error."""
+        return action()
+
+    def describe(self) -> dict[str, int] | None:
+        """The mesh, for the record; None where there is one process."""
+        return None
+
+    def build_decoder(self, config: RunConfig, *, initialise: bool) -> Decoder:
+        decoder = Decoder(config.model, config.attention)
+        if initialise:
+            decoder.init_weights(config.train.seed)
+        return decoder.to(config.train.device)
+
+    def adapt_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Changes what an optimizer of this team's parameters needs changed."""
+
+    def passer(self, objective: Objective, decoder: Decoder) -> Callable[..., Terms]:
+        """What a pass calls: tokens, what comes with them, and `step=`."""
+        return partial(objective, decoder)
+
+    def accumulating(self, more: bool) -> AbstractContextManager[object]:
+        """Around a pass and its gradient, `more` of which follow in the same update."""
+        return nullcontext()
+
+    def end_evaluation(self, decoder: Decoder) -> None:
+        """After the passes of an evaluation."""
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum over the shares of a batch; may be in place."""
+        return values
+
+    def gradient_norm(self, parameters: Iterable[Tensor]) -> Tensor:
+        """The norm of the whole gradient."""
+        return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+
+    def bad_gradients(self, parameters: Iterable[Tensor]) -> list[bool]:
+        """Of each parameter, whether some of its gradient is not finite."""
+        return [p.grad is not None and not bool(p.grad.isfinite().all()) for p in parameters]
+
+    def clip(self, parameters: Iterable[Tensor], most: float, norm: Tensor) -> None:
+        """Scales the gradients to the norm `most`."""
+        torch.nn.utils.clip_grads_with_norm_(list(parameters), most, norm)
+
+    def stopped(self, stop: StopRequest) -> bool:
+        """Whether any process was asked to stop; then `stop` says so in all of them."""
+        return bool(stop)
+
+    def write_checkpoint(
+        self, learner: Learner, folder: Path, step: int, state: dict[str, Any]
+    ) -> Path:
+        return checkpoints.write_checkpoint(
+            folder,
+            step,
+            {name: parameter for parameter, name in learner.names.items()},
+            checkpoints.optimizer_tensors(learner.optimizer, learner.names),
+            state,
+        )
+
+    def read_checkpoint(self, learner: Learner, checkpoint: Checkpoint) -> None:
+        """Puts parameters and optimizer back."""
+        checkpoints.load_parameters(learner.decoder, checkpoint)
+        checkpoints.restore_optimizer(learner.optimizer, learner.names, checkpoint.optimizer())
+
+
+@contextmanager
+def held_by_first(team: Team, hold: AbstractContextManager[object]) -> Iterator[None]:
+    """Enters `hold` in the first process; where that fails, everywhere."""
+    team.from_first(lambda: hold.__enter__())
+    try:
+        yield
+    finally:
+        if team.is_first:
+            hold.__exit__(None, None, None)
+
+
+def launched() -> tuple[int, int]:
+    """This process's number and how many a launcher (torchrun, or one that sets the same) started.
+
+    The variables of the environment are those of torch.distributed.
+    """
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    return (int(os.environ.get("RANK", "0")), processes) if processes > 1 else (0, 1)
+
+
+def open_team(config: RunConfig) -> Team:
+    """The team of this process; a TrainingError where `config.distributed` does not fit it."""
+    rank, processes = launched()
+    if processes == 1 and config.distributed == DistributedConfig(
+        timeout=config.distributed.timeout
+    ):
+        return Team()
+    from mosar.distributed.mesh import check_mesh
+
+    try:
+        mesh = check_mesh(config, processes)
+    except TrainingError as error:
+        error.is_told_elsewhere = rank > 0
+        raise
+    if processes == 1:
+        return Team()
+    from mosar.distributed.team import ProcessTeam
+
+    return ProcessTeam(config, mesh)

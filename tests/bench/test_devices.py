@@ -1,0 +1,200 @@
+"""`mosar bench attention --device cuda` without a GPU: its clock, its memory, its rows."""
+
+import sys
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from benchmark_records import make_benchmark
+from mosar.bench import attention, cases, devices
+from mosar.bench.attention import AttentionBenchmarkSettings, run_attention_benchmark
+from mosar.bench.cases import Case, Shape, build_problem
+from mosar.bench.devices import Cuda, DeviceUnavailable, open_device
+from mosar.bench.table import attention_footer
+from mosar.bench.targets import verdicts
+from mosar.cli import app
+from mosar.kernels import triton as package
+
+triton = pytest.importorskip("triton")
+
+SETTINGS = AttentionBenchmarkSettings(
+    shapes=(Shape(4, 2, 8),),
+    lengths=(40,),
+    memory_lengths=(40,),
+    competitors=("sdpa", "flash", "ours"),
+    seconds=0.001,
+    device="cuda",
+)
+
+
+class Gpu:
+    """A GPU whose clock and memory are moved by hand: torch.cuda as far as it is used."""
+
+    def __init__(self, monkeypatch):
+        self.milliseconds, self.allocated, self.peak = 0.0, 1000, 5000
+        gpu = self
+
+        class Event:
+            def __init__(self, enable_timing=False):
+                assert enable_timing
+                self.at, self.waited = None, False
+
+            def record(self):
+                self.at = gpu.milliseconds
+
+            def synchronize(self):
+                self.waited = True
+
+            def elapsed_time(self, end):
+                assert end.waited, "a time was read before the GPU was done"
+                return end.at - self.at
+
+        class Properties:
+            name, multi_processor_count = "Pretended GPU", 7
+
+        fakes = {
+            "Event": Event,
+            "synchronize": lambda: None,
+            "get_device_properties": lambda place: Properties,
+            "reset_peak_memory_stats": lambda: setattr(gpu, "peak", gpu.allocated),
+            "memory_allocated": lambda: gpu.allocated,
+            "max_memory_allocated": lambda: gpu.peak,
+        }
+        for name, fake in fakes.items():
+            monkeypatch.setattr(torch.cuda, name, fake)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    monkeypatch.setattr(devices, "_FLUSHED_BYTES", 16)
+    return Gpu(monkeypatch)
+
+
+@pytest.fixture
+def benchmark(gpu, monkeypatch):
+    """A benchmark that believes "cpu:0" to be a GPU."""
+    device = Cuda(dtype="float32", place="cpu:0")
+    monkeypatch.setattr(attention, "open_device", lambda name, dtype: device)
+    monkeypatch.setattr(Cuda, "gemm_gflops", lambda self: 100.0)
+    time_calls = Cuda.seconds
+
+    def seconds(self, call, repeats):
+        def moving():
+            call()
+            gpu.milliseconds += 10
+
+        return time_calls(self, moving, repeats)
+
+    monkeypatch.setattr(Cuda, "seconds", seconds)
+    return gpu
+
+
+def test_time_is_the_gpus(gpu):
+    def call():
+        gpu.milliseconds += 4
+
+    assert Cuda(place="cpu").seconds(call, 3) == pytest.approx(4e-3)
+
+
+def test_peak_is_above_what_was_there(gpu, monkeypatch):
+    def make_call(problem, competitor):
+        def call():
+            gpu.peak = max(gpu.peak, gpu.allocated + 700)
+
+        return call
+
+    monkeypatch.setattr(devices, "call_of", make_call)
+    case = Case(mode="sparse", shape=Shape(4, 2, 8), length=40)
+    assert Cuda(place="cpu").measure_peak(case, "ours") == 700
+
+
+def test_gemm_rate_is_a_rate(gpu, monkeypatch):
+    monkeypatch.setattr(Cuda, "seconds", lambda self, call, repeats: call() is None or 1e-3)
+    assert Cuda(dtype="float32", place="cpu").gemm_gflops(size=64, runs=2) > 0
+
+
+@pytest.mark.parametrize(
+    ("mode", "installed"),
+    [("sparse", True), ("sparse", False), ("sparse-train", True), ("soft-train", True)],
+)
+def test_rows(benchmark, monkeypatch, mode, installed):
+    """With Triton, and without it: its kernels' plan is timed where they serve."""
+    if not installed:
+        monkeypatch.setitem(sys.modules, "triton", None)
+        monkeypatch.setattr(package, "_machine_obstacle", lambda device: "it needs Triton")
+    settings = AttentionBenchmarkSettings(
+        **{**SETTINGS.__dict__, "modes": (mode,), "memory_lengths": ()}
+    )
+    (record,) = run_attention_benchmark(settings)
+    assert record.correct
+    assert record.environment["device"] == "Pretended GPU"
+    assert record.environment["dtype"] == "float32"
+    for name in ("sdpa", "flash", "ours"):
+        assert len(record.measurements[name].samples_ms) >= 5, record.measurements[name]
+    assert record.plan.samples_ms
+    kernels = f"Triton {triton.__version__}" if installed else "no Triton"
+    assert f"Pretended GPU, float32; {kernels}" in attention_footer([record])
+    assert "fresh process" not in attention_footer([record])
+
+
+def test_memory_row(benchmark, monkeypatch):
+    (record,) = run_attention_benchmark(SETTINGS)
+    assert record.peak_bytes("ours") is not None
+    assert record.peak_bytes("sdpa") is not None
+
+
+def test_flash_that_does_not_serve_gives_its_reason(benchmark, monkeypatch):
+    def attend(problem):
+        raise RuntimeError("No available kernel. Aborting execution.")
+
+    monkeypatch.setattr(cases, "_attend_flash", attend)
+    (record,) = run_attention_benchmark(SETTINGS)
+    assert "No available kernel" in record.measurements["flash"].unavailable
+    assert record.speedup
+
+
+def test_half_precision_is_checked_in_its_own_budget():
+    problem = build_problem(Case(mode="sparse", shape=Shape(4, 2, 8), length=80, dtype="bfloat16"))
+    assert problem.q.dtype == torch.bfloat16 and problem.pi_q.dtype == torch.float32
+    checks = attention.check_problem(problem)
+    assert checks["out"].passed
+    assert checks["out"].budget > 1e-3
+
+
+def test_default_rows_of_a_gpu():
+    settings = AttentionBenchmarkSettings(device="cuda")
+    assert "flash" in settings.chosen_competitors
+    assert "flash" not in AttentionBenchmarkSettings().chosen_competitors
+    lengths = [case.length for case in settings.cases()[:6]]
+    assert lengths == [1024, 2048, 4096, 8192, 16384, 32768]
+
+
+def test_a_gpu_has_no_targets():
+    record = make_benchmark()
+    assert verdicts(record)
+    assert not verdicts(make_benchmark(environment=record.environment | {"device": "Some GPU"}))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_one_line_says_so():
+    with pytest.raises(DeviceUnavailable, match="needs a GPU, and torch sees none"):
+        open_device("cuda", None)
+    result = CliRunner().invoke(app, ["bench", "attention", "--device", "cuda", "--lengths", "40"])
+    assert result.exit_code == 1
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("mosar: error: --device cuda needs a GPU")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (("--device", "tpu"), "device must be one of cpu, cuda, got 'tpu'"),
+        (("--device", "cuda", "--dtype", "int8"), "dtype must be one of float32"),
+        (("--dtype", "bfloat16"), "on the CPU dtype must be float32"),
+    ],
+)
+def test_wrong_usage(arguments, part):
+    result = CliRunner().invoke(app, ["bench", "attention", *arguments])
+    assert result.exit_code == 2
+    assert part in result.stderr.splitlines()[-1]

@@ -1,0 +1,3 @@
+"""The corpus of the training tests, for several processes."""
+
+from training.conftest import dataset, smoke  # noqa: F401

@@ -1,0 +1,189 @@
+"""However many processes there are and however they divide the work: the same result."""
+
+import pytest
+
+from distributed.launches import run_jobs
+from mosar.training.config import resolve_config
+from mosar.training.loop import train
+from mosar.training.run_folder import read_metrics
+
+STEPS = 20
+# Eight windows a step in two passes; a cost that is whole from step 5, on top of a routing that
+# is not nearly uniform any more by the end.
+SETTINGS = (
+    *(f"train.steps={STEPS}", "train.eval_every=10", "train.checkpoint_every=1000"),
+    "attention.cost_warmup=5",
+)
+MESHES = {
+    "ddp": ("distributed.data=2",),
+    "fsdp": ("distributed.shard=2",),
+    "tp": ("distributed.tensor=2",),
+}
+FOUR = {
+    "fsdp x tp": ("distributed.shard=2", "distributed.tensor=2"),
+    "ddp x tp": ("distributed.data=2", "distributed.tensor=2"),
+    "ddp x fsdp": ("distributed.data=2", "distributed.shard=2"),
+    "tp of 4": ("distributed.tensor=4",),
+    "ddp of 4": ("distributed.data=4",),
+}
+MQA = "model.num_kv_heads=1"
+SHORT = "train.steps=6"
+MORE = {
+    # name: variant, mesh, changes
+    "one key head": ("mosar-cost", "tp", (MQA, SHORT)),
+    "one key head, rope": ("rope", "tp", (MQA, SHORT)),
+    "own groups": ("mosar-cost", "tp", ("attention.routing_groups=2", SHORT)),
+    "recomputed, tp": ("mosar", "tp", ("train.checkpoint_activations=true", MQA, SHORT)),
+    "recomputed, fsdp": ("mosar", "fsdp", ("train.checkpoint_activations=true", SHORT)),
+    "recomputed, ddp": ("mosar", "ddp", ("train.checkpoint_activations=true", SHORT)),
+    "a task": ("mosar", "ddp", ("data.task=recall", SHORT)),
+    "bfloat16, tp": ("mosar-cost", "tp", ("train.precision=bf16", MQA, SHORT)),
+    "bfloat16, fsdp": ("mosar-cost", "fsdp", ("train.precision=bf16", MQA, SHORT)),
+    # Batches of validation that two do not divide: the last round is not for everyone.
+    "odd batches": ("mosar", "fsdp", ("train.micro_batch=6", "train.accumulation=1", SHORT)),
+}
+
+
+def job(dataset, out, variant, changes):
+    changes = [*SETTINGS, *changes]
+    return {"variant": variant, "data": str(dataset), "out": str(out), "changes": changes}
+
+
+def figures(out):
+    """(step, split, name) -> every number of the metrics that does not depend on the clock."""
+    found = {}
+    for line in read_metrics(out):
+        for name in ("loss", "lm_loss", "grad_norm", "expected_reach"):
+            if line[name] is not None:
+                found[line["step"], line["split"], name] = line[name]
+    return found
+
+
+def difference(out, other):
+    """The largest relative difference of two runs' figures."""
+    ours, theirs = figures(out), figures(other)
+    assert ours.keys() == theirs.keys()
+    return max(abs(ours[key] - theirs[key]) / abs(theirs[key]) for key in ours)
+
+
+def alone(dataset, out, variant, changes=()):
+    """The same run in one process."""
+    config = resolve_config(
+        variant=variant, preset="smoke", data=dataset, changes=[*SETTINGS, *changes]
+    )
+    train(config, out, progress=False)
+    return out
+
+
+# A figure of one process is itself only as good as the order of its sums: a mean in float32 is
+# known to about eps = 2^-23 of itself, and what a step does with it is in the figures of the next.
+# Two eps a step is what the tolerance allows; another grouping in one process takes some of it too.
+TOLERANCE = STEPS * 2 * 2**-23
+# With products in bfloat16 partial sums are rounded to eight bits before they are added.
+COARSE = 2**-8
+
+
+def test_two_processes(dataset, tmp_path):
+    cases = {
+        f"{variant}, {name}": (variant, changes, ())
+        for variant in ("rope", "mosar", "mosar-cost")
+        for name, changes in MESHES.items()
+    }
+    cases |= {
+        name: (variant, MESHES[mesh], changes) for name, (variant, mesh, changes) in MORE.items()
+    }
+    # Starting processes is most of what a test costs, so these do a few more things: see worker.py.
+    more = gradient_jobs(dataset, MESHES["tp"], GRADIENTS) + spoilt_jobs(dataset)
+    check(2, cases, dataset, tmp_path, more)
+
+
+@pytest.mark.slow
+def test_four_processes(dataset, tmp_path):
+    cases = {
+        f"{variant}, {name}": (variant, changes, ())
+        for variant in ("rope", "mosar", "mosar-cost")
+        for name, changes in FOUR.items()
+    }
+    for name, changes in FOUR.items():
+        cases[f"one key head, {name}"] = ("mosar-cost", changes, (MQA,))
+    cases["recomputed"] = (
+        "mosar-cost",
+        FOUR["fsdp x tp"],
+        ("train.checkpoint_activations=true", MQA),
+    )
+    cases["four groups"] = (
+        "mosar-cost",
+        FOUR["fsdp x tp"],
+        ("attention.routing_groups=4", "model.num_kv_heads=4"),
+    )
+    divided = [
+        ("mosar-cost", ()),
+        ("mosar-cost", (MQA,)),
+        ("mosar-cost", ("model.num_heads=8", "model.num_kv_heads=4")),
+        ("mosar-cost", ("model.num_kv_heads=4", "attention.routing_groups=4")),
+        ("alibi", ("model.num_heads=8",)),
+    ]
+    check(4, cases, dataset, tmp_path, gradient_jobs(dataset, FOUR["tp of 4"], divided))
+
+
+def check(processes, cases, dataset, tmp_path, more=()):
+    jobs = [
+        job(dataset, tmp_path / f"case-{number}", variant, [*changes, *mesh])
+        for number, (variant, mesh, changes) in enumerate(cases.values())
+    ]
+    run_jobs(processes, [*more, *jobs], tmp_path)
+    references, differences = {}, {}
+    for number, (name, (variant, _, changes)) in enumerate(cases.items()):
+        if (variant, changes) not in references:
+            references[variant, changes] = alone(
+                dataset, tmp_path / f"alone-{len(references)}", variant, changes
+            )
+        differences[name] = difference(tmp_path / f"case-{number}", references[variant, changes])
+    print({name: f"{value / 2**-23:.1f} eps" for name, value in differences.items()})
+    allowed = {name: COARSE if "bfloat16" in name else TOLERANCE for name in cases}
+    too_large = {name: d for name, d in differences.items() if not d <= allowed[name]}
+    assert not too_large
+    # What is compared has moved: the tolerance is not one that anything would pass.
+    moved = figures(references["mosar-cost", ()])
+    first, last = moved[1, "train", "loss"], moved[STEPS, "train", "loss"]
+    assert abs(first - last) / last > 1000 * TOLERANCE
+
+
+def test_one_process_differs_from_itself_by_another_order_of_sums(dataset, tmp_path):
+    """The same steps in other micro-batches: rounding alone, which is not nothing."""
+    base = alone(dataset, tmp_path / "base", "rope")
+    regrouped = ("train.micro_batch=1", "train.accumulation=8")
+    spread = difference(alone(dataset, tmp_path / "by-one", "rope", regrouped), base)
+    assert 0 < spread <= TOLERANCE
+
+
+GRADIENTS = [
+    ("mosar-cost", ()),
+    ("mosar-cost", (MQA,)),
+    ("mosar-cost", ("attention.routing_groups=2",)),
+    ("mosar-cost", ("model.num_kv_heads=4", "attention.routing_groups=2")),
+    ("mosar-cost", ("model.num_kv_heads=4", "attention.routing_groups=4")),
+    ("mosar", ("attention.num_sinks=2", "data.isolate_documents=true")),
+    *((variant, (MQA,)) for variant in ("rope", "p-rope", "alibi", "fixed-s", "rope-m-mask")),
+    *((variant, ()) for variant in ("rope", "alibi")),
+]
+
+
+def gradient_jobs(dataset, mesh, cases):
+    # The loss is taken after the warm-up of the cost, here as large as the language model's.
+    settings = ("attention.cost_weight=1", "attention.cost_warmup=5")
+    return [
+        {
+            "kind": "gradients",
+            "variant": variant,
+            "data": str(dataset),
+            "changes": [*(settings if variant == "mosar-cost" else ()), *changes, *mesh],
+        }
+        for variant, changes in cases
+    ]
+
+
+def spoilt_jobs(dataset):
+    base = {"kind": "spoilt", "variant": "mosar", "data": str(dataset)}
+    name = "layers.1.attention.q_proj.weight"
+    return [{**base, "changes": list(MESHES[mesh]), "parameter": name} for mesh in ("fsdp", "tp")]

@@ -1,0 +1,169 @@
+"""Meshes that do not fit are refused in one line, before anything is made."""
+
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from mosar.cli import app
+from mosar.distributed.mesh import SPLIT_GEOMETRIES, Mesh, check_mesh
+from mosar.distributed.tensor import _SPLIT
+from mosar.geometries import GEOMETRIES
+from mosar.training.config import DistributedConfig, RunConfig, TrainConfig, changed_config
+from mosar.training.errors import TrainingError
+from mosar.training.share import Share
+from mosar.training.team import open_team
+
+REFUSED = [
+    (
+        *(6, ("distributed.tensor=4",)),
+        "distributed.tensor=4 need a multiple of 4 processes, and there are 6",
+    ),
+    (
+        *(4, ("distributed.data=2",)),
+        "distributed.data=2, distributed.shard=1, distributed.tensor=1 need 2 processes, "
+        "and there are 4",
+    ),
+    (
+        *(1, ("distributed.shard=2",)),
+        "are for 2 processes, and there is one: start them with torchrun --nproc-per-node 2",
+    ),
+    (
+        *(3, ()),
+        "micro_batch x train.accumulation = 8 windows, which distributed.data x "
+        "distributed.shard = 3 does not divide",
+    ),
+    (16, (), "= 8 windows, which distributed.data x distributed.shard = 16"),
+    (3, ("distributed.tensor=3",), "model.num_heads=4 cannot be divided over distributed.tensor=3"),
+    (
+        *(4, ("distributed.tensor=4", "model.ffn_size=6")),
+        "model.ffn_size=6 cannot be divided over distributed.tensor=4",
+    ),
+    (
+        *(4, ("distributed.tensor=4", "model.num_heads=12", "model.num_kv_heads=6")),
+        "model.num_kv_heads=6 must be a multiple of distributed.tensor=4, or divide it",
+    ),
+    (
+        *(4, ("distributed.tensor=4", "attention.routing_groups=2")),
+        "attention.routing_groups=2 must be 1 or a multiple of distributed.tensor=4",
+    ),
+    (
+        *(2, ("train.device=cuda:0",)),
+        "train.device is cuda:0, but each process takes a device of its own: set train.device=cuda",
+    ),
+]
+
+
+@pytest.mark.parametrize("processes, changes, message", REFUSED)
+def test_refused(smoke, processes, changes, message):
+    with pytest.raises(TrainingError) as caught:
+        check_mesh(smoke("mosar", *changes), processes)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "processes, changes, mesh",
+    [
+        (1, (), Mesh(1, 1, 1)),
+        (8, (), Mesh(8, 1, 1)),
+        (8, ("distributed.shard=2", "distributed.tensor=2"), Mesh(2, 2, 2)),
+        (4, ("distributed.tensor=4",), Mesh(1, 1, 4)),
+        (2, ("distributed.tensor=2", "model.num_kv_heads=1"), Mesh(1, 1, 2)),
+    ],
+)
+def test_resolved(smoke, processes, changes, mesh):
+    assert check_mesh(smoke("mosar", *changes), processes) == mesh
+    assert mesh.num_processes == processes
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["distributed.data=0", "distributed.shard=0", "distributed.tensor=-1", "distributed.timeout=0"],
+)
+def test_wrong_values(smoke, change):
+    with pytest.raises(ValueError, match=f"distributed: {change.split('.')[1].split('=')[0]} must"):
+        smoke("mosar", change)
+
+
+def test_every_geometry_can_be_divided():
+    assert set(SPLIT_GEOMETRIES) == set(GEOMETRIES)
+    assert {GEOMETRIES[name] for name in SPLIT_GEOMETRIES} == set(_SPLIT)
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 3, 6])
+@pytest.mark.parametrize("number", [1, 2, 3, 4, 6, 12])
+def test_shares_cover_a_step_once(micro_batch, number):
+    train = TrainConfig(steps=1, micro_batch=micro_batch, accumulation=12 // micro_batch)
+    shares = [Share(index, number) for index in range(number)]
+    assert [w for share in shares for w in share.windows(train)] == list(range(12))
+    for share in shares:
+        assert share.pass_size(train) <= micro_batch
+        assert share.pass_size(train) * share.passes(train) == 12 // number
+    # One process makes the passes that the configuration says.
+    assert Share().passes(train) == train.accumulation
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 6, 7])
+def test_rounds_count_every_batch_once(count):
+    rounds = [list(Share(index, 3).rounds(count)) for index in range(3)]
+    assert len({len(each) for each in rounds}) == 1
+    assert sorted(n for each in rounds for n, own in each if own) == list(range(count))
+    assert all(0 <= n < count for each in rounds for n, _ in each)
+
+
+def test_older_run_folders_have_no_mesh(smoke):
+    config = smoke("mosar")
+    values = config.to_dict()
+    del values["distributed"]
+    assert RunConfig.from_dict(values) == config
+    moved = changed_config(config, ["distributed.tensor=2"])
+    assert moved.fingerprint() == config.fingerprint()
+    assert moved.distributed == DistributedConfig(tensor=2)
+
+
+def test_one_process_needs_no_launcher(smoke, monkeypatch):
+    assert open_team(smoke("mosar", "distributed.data=1")).num_processes == 1
+    with pytest.raises(TrainingError, match="torchrun"):
+        open_team(smoke("mosar", "distributed.tensor=2"))
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert open_team(smoke("mosar")).num_processes == 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_process_of_many_says_it(dataset, tmp_path, monkeypatch, rank):
+    """Before the processes know each other, each finds out alone, and the first one speaks."""
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("RANK", str(rank))
+    words = ["train", "--preset", "smoke", "--data", str(dataset), "--out", str(tmp_path / "run")]
+    result = CliRunner().invoke(app, [*words, "--set", "distributed.tensor=2"])
+    assert result.exit_code == 1
+    said = "need a multiple of 2 processes, and there are 3"
+    assert result.output.strip().endswith(said) if rank == 0 else not result.output
+    assert not (tmp_path / "run").exists()
+
+
+PROGRAM = """
+import sys
+from pathlib import Path
+import mosar
+from mosar.training.config import resolve_config
+from mosar.training.loop import train
+config = resolve_config(variant="mosar", preset="smoke", data=Path(sys.argv[1]),
+                        changes=["train.steps=1", "train.warmup_steps=1"])
+train(config, Path(sys.argv[2]), progress=False)
+unwanted = [name for name in sys.modules if name.startswith("mosar.distributed")]
+unwanted += [name for name in sys.modules if name == "torch.distributed.checkpoint.hf_storage"]
+print(unwanted)
+"""
+
+
+def test_one_process_imports_nothing_of_this(dataset, tmp_path):
+    result = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(dataset), str(tmp_path / "run")],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert result.stdout.strip() == "[]"

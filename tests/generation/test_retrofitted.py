@@ -1,0 +1,79 @@
+"""`mosar generate` with routers that were attached to somebody else's model."""
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
+
+from mosar.cli import app
+from mosar.core.config import MoSARConfig
+from mosar.data.tokenizer import ByteTokenizer
+from mosar.generation.source import open_source
+from mosar.integrations.hf.tokenizer import fast_tokenizer
+
+retrofitting = pytest.importorskip("mosar.integrations.retrofit")
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory):
+    """Routers of a small random Llama, which choose every regime."""
+    base, folder = (tmp_path_factory.mktemp(name) for name in ("base", "adapter"))
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 257, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(**sizes, **heads, max_position_embeddings=128, initializer_range=0.2)
+    LlamaForCausalLM(config).save_pretrained(base)
+    fast_tokenizer(ByteTokenizer(), 128).save_pretrained(base)
+    model = LlamaForCausalLM.from_pretrained(base)
+    attached = retrofitting.retrofit(model, MoSARConfig.scaled(64))
+    with torch.no_grad():
+        for parameter in attached.parameters():
+            parameter.normal_(std=0.5)
+    attached.save(folder)
+    return folder
+
+
+def generate(*arguments):
+    return CliRunner().invoke(app, ["generate", *map(str, arguments)])
+
+
+def test_text_and_statistics(adapter):
+    options = (
+        "--prompt",
+        "some text " * 6,
+        "--max-new-tokens",
+        30,
+        "--temperature",
+        1.5,
+        "--stats",
+    )
+    sparse, dense = generate(adapter, *options), generate(adapter, *options, "--routing", "dense")
+    assert sparse.exit_code == dense.exit_code == 0, sparse.output + dense.output
+    assert "routing    sparse" in sparse.stderr and "routing    dense" in dense.stderr
+    assert "60 tokens in" in sparse.stderr and "tokens/s" in sparse.stderr
+    densities = [float(r.stderr.split("density")[1].split()[0]) for r in (sparse, dense)]
+    assert 0 < densities[0] < 0.95 and densities[1] == 1
+    wrong = generate(adapter, *options, "--routing", "hard")
+    assert wrong.exit_code == 2
+    assert "one of dense, soft, top1, sparse" in " ".join(wrong.stderr.split())
+    assert generate(adapter, *options, "--step", 3).exit_code == 2
+
+
+@pytest.mark.parametrize("routing", ["dense", "soft", "sparse"])
+def test_tokens_one_by_one_are_the_text_at_once(adapter, routing):
+    tokens = list(b"one token after another, and so on and on " * 3)
+    source = open_source(adapter, routing=routing)
+    source.reader.read(tokens[:50])
+    for token in tokens[50:]:
+        logits = source.reader.read([token])
+    whole = open_source(adapter, routing=routing).reader.read(tokens)
+    assert (logits - whole).abs().max() < 2e-5
+    assert source.reader.num_tokens == len(tokens)
+    assert source.reader.dense_bytes == len(tokens) * 2 * 2 * 2 * 8 * 4
+    assert source.reader.cache_bytes > 0
+
+
+def test_a_damaged_adapter_is_one_line(adapter, tmp_path):
+    (tmp_path / "adapter.json").write_text("{}")
+    result = generate(tmp_path, "--prompt", "x")
+    assert result.exit_code == 1 and len(result.stderr.splitlines()) == 1

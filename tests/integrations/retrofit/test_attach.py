@@ -1,0 +1,218 @@
+"""Attaching routers: nothing changes at first, and what changes then is the definition."""
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import mosar
+from integrations.retrofit.models import (
+    FAMILIES,
+    GEOMETRY,
+    WINDOWS,
+    scatter_choices,
+    tiny_model,
+    tokens,
+)
+from mosar import mosar_attention, top1_routing
+from mosar.integrations.retrofit import RetrofitError, default_config
+from mosar.integrations.retrofit.hf_attention import ATTRIBUTE
+
+ROUTINGS = ("soft", "top1", "sparse")
+PADDING = 7
+
+
+def padded(batch=2, length=40):
+    ids = tokens(batch, length)
+    mask = torch.ones_like(ids)
+    mask[0, :PADDING] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fresh_routers_change_nothing(family):
+    model, batch = tiny_model(family), padded()
+    valid = batch["attention_mask"].bool()
+    weights = copy.deepcopy(model.state_dict())
+    with torch.no_grad():
+        before = model(**batch).logits
+        written = model.generate(**batch, max_new_tokens=12, do_sample=False)
+        attached = mosar.retrofit(model)
+        assert [layer.window for layer in attached] == WINDOWS[family]
+        assert torch.equal(model(**batch).logits, before)
+        for routing in ROUTINGS:
+            attached.set_routing(routing)
+            for use_cache in (False, True):
+                after = model(**batch, use_cache=use_cache).logits
+                # Scores are sums of 8 products of size 10: a few hundred roundings of 1.
+                torch.testing.assert_close(after[valid], before[valid], atol=1e-4, rtol=1e-4)
+            assert torch.equal(model.generate(**batch, max_new_tokens=12, do_sample=False), written)
+        attached.set_routing("dense")
+        assert torch.equal(model(**batch).logits, before)
+    after = model.state_dict()
+    assert after.keys() == weights.keys()
+    assert all(torch.equal(after[name], weights[name]) for name in weights)
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert all(parameter.requires_grad for parameter in attached.parameters())
+
+
+def test_fresh_routers_choose_the_global_regime_with_certainty():
+    attached = mosar.retrofit(tiny_model(), GEOMETRY)
+    q, k = torch.randn(1, 6, 30, 8) * 50, torch.randn(1, 2, 30, 8) * 50
+    for layer in attached:
+        for routed in layer.route(q, k):
+            assert (routed.probabilities[..., -1] == 1).all()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_routed_layers_compute_the_definition(family, routing):
+    """What a layer of the model returns, against the float64 reference on its own q, k and v."""
+    model = tiny_model(family)
+    attached = mosar.retrofit(model, GEOMETRY)
+    scatter_choices(attached)
+    attached.set_routing(routing)
+    batch = padded()
+    seen, returned = {}, {}
+
+    def look(layer, q, k, v, options):
+        seen[layer.index] = (q, k, v, options)
+
+    def keep(module, args, output):
+        returned[module.layer_idx] = args[0]
+
+    for layer in model.model.layers:
+        # What the output projection is given is what attention returned.
+        layer.self_attn.o_proj.layer_idx = layer.self_attn.layer_idx
+        layer.self_attn.o_proj.register_forward_hook(keep)
+    attached.observe(look)
+    with torch.no_grad():
+        model(**batch, use_cache=False)
+    assert sorted(seen) == [0, 1]
+    for layer in attached:
+        q, k, v, options = seen[layer.index]
+        routed = layer.route(q, k)
+        if routing == "soft":
+            pi = [x.probabilities.double() for x in routed]
+        else:
+            pi = [top1_routing(x.logits).double() for x in routed]
+            assert len(routed.key.labels.unique()) == 3
+        exact = mosar_attention(
+            *(x.double() for x in (q, k, v)),
+            *pi,
+            GEOMETRY,
+            routing=routing,
+            impl="reference",
+            **options,
+        )
+        assert options["window"] == WINDOWS[family][layer.index]
+        assert options["softcap"] == (5.0 if family == "gemma2" else None)
+        got = returned[layer.index].view(2, 40, 6, 8).transpose(1, 2)
+        torch.testing.assert_close(got.double(), exact, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sparse_differs_from_dense_once_tokens_choose(family):
+    model = tiny_model(family)
+    attached = mosar.retrofit(model, GEOMETRY)
+    scatter_choices(attached)
+    batch = {"input_ids": tokens(1, 60)}
+    with torch.no_grad():
+        dense = model(**batch).logits
+        attached.set_routing("sparse")
+        assert (model(**batch).logits - dense).abs().max() > 1e-2
+
+
+def test_one_routing_group_serves_all_heads():
+    model = tiny_model()
+    attached = mosar.retrofit(model, default_config(model, routing_groups=1))
+    scatter_choices(attached)
+    attached.set_routing("sparse")
+    with torch.no_grad():
+        whole = model(input_ids=tokens(1, 30), use_cache=False).logits
+        torch.testing.assert_close(
+            model(input_ids=tokens(1, 30)).logits, whole, atol=1e-4, rtol=1e-4
+        )
+
+
+def test_packed_sequences_do_not_see_each_other():
+    model = tiny_model()
+    attached = mosar.retrofit(model, GEOMETRY)
+    scatter_choices(attached)
+    attached.set_routing("sparse")
+    ids = tokens(1, 50)
+    places = torch.cat([torch.arange(20), torch.arange(30)])[None]
+    with torch.no_grad():
+        packed = model(input_ids=ids, position_ids=places, use_cache=False).logits
+        alone = model(input_ids=ids[:, 20:], use_cache=False).logits
+    torch.testing.assert_close(packed[:, 20:], alone, atol=1e-4, rtol=1e-4)
+
+
+def test_models_of_one_configuration_stay_apart():
+    first = tiny_model()
+    second = AutoModelForCausalLM.from_config(first.config)
+    mosar.retrofit(first).set_routing("sparse")
+    assert second.config._attn_implementation == "sdpa"
+    with torch.no_grad():
+        second(input_ids=tokens(1, 10))
+
+
+def test_a_copy_routes_like_its_original():
+    model = tiny_model()
+    attached = mosar.retrofit(model, GEOMETRY)
+    scatter_choices(attached)
+    attached.set_routing("sparse")
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        expected = model(input_ids=tokens(1, 40), use_cache=False).logits
+        assert torch.equal(twin(input_ids=tokens(1, 40), use_cache=False).logits, expected)
+        twin.model.layers[0].self_attn.__dict__[ATTRIBUTE].query_router.weight2.zero_()
+        assert torch.equal(model(input_ids=tokens(1, 40), use_cache=False).logits, expected)
+
+
+def test_gradients_reach_the_routers_through_the_whole_model():
+    model = tiny_model()
+    attached = mosar.retrofit(model, GEOMETRY)
+    scatter_choices(attached)
+    attached.set_routing("soft")
+    ids = tokens(1, 30)
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert all(parameter.grad is not None for parameter in attached.parameters())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_detach_gives_the_model_back():
+    model = tiny_model()
+    with torch.no_grad():
+        before = model(input_ids=tokens(1, 20)).logits
+    attached = mosar.retrofit(model)
+    with pytest.raises(RetrofitError, match="already has routers"):
+        mosar.retrofit(model)
+    attached.set_routing("sparse")
+    assert attached.detach() is model
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=tokens(1, 20)).logits, before)
+    mosar.retrofit(model)
+
+
+def test_other_models_are_refused():
+    with pytest.raises(RetrofitError, match="must be a transformers model, got Linear"):
+        mosar.retrofit(torch.nn.Linear(2, 2))
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=10)
+    with pytest.raises(RetrofitError, match=r"'gpt2'.*llama, mistral"):
+        mosar.retrofit(GPT2LMHeadModel(config))
+
+
+def test_wrong_groups_and_routings_are_refused():
+    model = tiny_model()
+    with pytest.raises(ValueError, match="routing_groups must divide the 2 key/value heads"):
+        mosar.retrofit(model, default_config(model, routing_groups=3))
+    attached = mosar.retrofit(model)
+    with pytest.raises(ValueError, match=r"routing must be one of .*'dense'.*got 'hard'"):
+        attached.set_routing("hard")
+    attached.set_routing("sparse")
+    with pytest.raises(RetrofitError, match=r"attention_mask must be \[batch, tokens\]"):
+        model(input_ids=tokens(1, 4), attention_mask=torch.ones(1, 1, 4, 4))

@@ -1,0 +1,194 @@
+"""`mosar retrofit`, and `mosar evaluate` of what it makes."""
+
+import json
+import shutil
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+from integrations.retrofit.models import GEOMETRY, tiny_model
+from mosar.cli import app
+from mosar.integrations.retrofit import load_retrofitted
+from mosar.records import RetrofitEvaluation, RetrofitSpeed, read_records
+
+ARGUMENTS = (
+    *("--length", "96", "--steps", "3", "--target-density", "0.4", "--no-progress"),
+    *("--set", "updates=1", "--set", "queries=16"),
+)
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A model's folder with a tokenizer of single letters, and text."""
+    folder = tmp_path_factory.mktemp("base")
+    tiny_model().save_pretrained(folder / "model")
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())[:90]
+    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2} | {x: 3 + i for i, x in enumerate(letters)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="</s>", bos_token="<s>", unk_token="<unk>"
+    )
+    fast.save_pretrained(folder / "model")
+    (folder / "geometry.json").write_text(GEOMETRY.to_json())
+    (folder / "text.txt").write_text("A short text that is read again and again, by letters. " * 40)
+    articles = ("too short", "a" * 60 + " first", "b" * 99 + " second", "c" * 200, "d" * 200)
+    lines = "\n".join(json.dumps({"text": text}) for text in articles)
+    (folder / "articles.jsonl").write_text(lines + "\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def retrofitted(base):
+    out = base / "out"
+    result = run(
+        *("retrofit", base / "model", "--data", base / "text.txt", "--out", out),
+        *("--config", base / "geometry.json", *ARGUMENTS),
+    )
+    assert result.exit_code == 0, result.output
+    return out, result
+
+
+def test_the_folder_holds_an_adapter_and_a_report(retrofitted):
+    out, result = retrofitted
+    assert "density" in result.stdout and "report in" in result.stdout
+    report = (out / "report.md").read_text()
+    for heading in ("## Perplexity", "## Prefill, decoding and cache", "## Layers"):
+        assert heading in report
+    *records, speed = read_records(out / "evaluations" / "retrofit.jsonl")[:5]
+    assert isinstance(speed, RetrofitSpeed) and speed.length == 95
+    assert speed.prefill_speedup > 0 and speed.decode_speedup > 0
+    # Two layers, two key/value heads of 8, keys and values of 95 tokens in float32.
+    assert speed.cache_bytes["dense"] == 2 * 2 * 8 * 2 * 95 * 4
+    assert [r.routing for r in records] == ["dense", "soft", "top1", "sparse"]
+    assert all(isinstance(r, RetrofitEvaluation) for r in records)
+    assert len({r.text for r in records}) == 1 and {r.base for r in records} == {"model"}
+    assert records[0].density == 1 and 0 < records[-1].density <= 1
+    assert len(records[-1].layer_density) == 2 and len(records[-1].layer_density[0]) == 2
+    attached = load_retrofitted(out)
+    assert attached.routing == "sparse" and attached.tokenizer is not None
+
+
+def test_the_same_command_goes_on(base, retrofitted):
+    out, _ = retrofitted
+    before = (out / "metrics.jsonl").read_bytes()
+    result = run(
+        *("retrofit", base / "model", "--data", base / "text.txt", "--out", out),
+        *("--config", base / "geometry.json", *ARGUMENTS, "--no-evaluate"),
+    )
+    assert result.exit_code == 0, result.output
+    after = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert len(after) == len({(line["step"], line["split"]) for line in after})
+    assert len(after) == len(before.splitlines())
+
+
+def test_evaluate_takes_the_folder(retrofitted, tmp_path):
+    out, _ = retrofitted
+    result = run(
+        *("evaluate", out, "--lengths", "48,1x,1024", "--routing", "dense,sparse"),
+        *("--json", tmp_path / "records.jsonl", "--timing", "0", "--no-progress"),
+    )
+    assert result.exit_code == 0, result.output
+    records = read_records(tmp_path / "records.jsonl")
+    assert [(r.length, r.routing) for r in records] == [
+        *((48, "dense"), (96, "dense"), (48, "sparse"), (96, "sparse")),
+    ]
+    assert "left out 1024" in result.stderr
+
+
+def test_evaluate_compares_with_windows_and_makes_nothing_twice(base, retrofitted, tmp_path):
+    out = tmp_path / "copy"
+    shutil.copytree(retrofitted[0], out)
+    (out / "evaluations" / "retrofit.jsonl").unlink()
+    arguments = ("evaluate", out, "--data", base / "articles.jsonl", "--documents", "2")
+    arguments += ("--lengths", "40,100", "--timing", "1", "--no-progress")
+    routings = ("--routing", "dense,sparse")
+    result = run(*arguments, *routings, "--baseline-windows", "4,24")
+    assert result.exit_code == 0, result.output
+    first = read_records(out / "evaluations" / "retrofit.jsonl")
+    found = [r for r in first if isinstance(r, RetrofitEvaluation)]
+    windows = [r for r in found if r.routing == "window"]
+    assert [(r.length, r.regimes["S"]) for r in windows] == [(40, 4), (100, 4), (40, 24), (100, 24)]
+    assert all(r.windows == 2 and len(r.window_losses) == 2 for r in found)
+    # A band of 25 diagonals and two sinks, of 40 tokens.
+    pairs = sum(min(i + 1, 25) + max(0, min(2, i - 24)) for i in range(40))
+    assert windows[2].density == pytest.approx(pairs / (40 * 41 / 2))
+    assert windows[0].loss != windows[2].loss
+    report = (out / "report.md").read_text()
+    assert "| 100 | window 24 |" in report and "## Frontier" in report
+    assert (out / "frontier.png").read_bytes().startswith(b"\x89PNG")
+
+    again = run(*arguments, "--routing", "dense,top1,sparse", "--baseline-windows", "24")
+    assert again.exit_code == 0, again.output
+    more = read_records(out / "evaluations" / "retrofit.jsonl")[len(first) :]
+    assert [(r.length, r.routing) for r in more] == [(40, "top1"), (100, "top1")]
+    assert "| 100 | window 4 |" in (out / "report.md").read_text()
+
+    forced = run(*arguments, "--routing", "dense", "--force")
+    assert forced.exit_code == 0, forced.output
+    more = read_records(out / "evaluations" / "retrofit.jsonl")[len(first) + 2 :]
+    assert [r.kind for r in more] == ["retrofit"] * 2 + ["retrofit.speed"] * 2
+    dense = [r.loss for r in found if r.routing == "dense"]
+    assert [r.loss for r in more[:2]] == pytest.approx(dense)
+
+
+def test_a_folder_of_runs_has_one_report(retrofitted, tmp_path):
+    for name in ("one", "two"):
+        shutil.copytree(retrofitted[0], tmp_path / name)
+    result = run("report", tmp_path)
+    assert result.exit_code == 0, result.output
+    report = (tmp_path / "report.md").read_text()
+    assert "| sparse, one |" in report and "| sparse, two |" in report
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "message"),
+    [
+        (("--documents", "9"), 1, "has 3 documents of at least 101 tokens, and 9 are needed"),
+        (("--documents", "1", "--tokens", "100"), 2, "give one"),
+        (("--baseline-windows", "far"), 2, "--baseline-windows takes numbers"),
+        (("--routing", "hard"), 2, "routing must be some of"),
+        (("--step", "3"), 2, "--step is for runs of mosar train"),
+    ],
+)
+def test_evaluate_says_what_is_wrong(base, retrofitted, change, code, message):
+    arguments = ("evaluate", retrofitted[0], "--data", base / "articles.jsonl", "--lengths", "100")
+    result = run(*arguments, *change, "--no-progress")
+    assert result.exit_code == code
+    assert message in " ".join(result.stderr.replace("│", "").split())
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "message"),
+    [
+        (("--target-density", "3"), 2, "target_density must be a number in"),
+        (("--set", "speed=1"), 2, "--set takes KEY=VALUE"),
+        (("--set", "updates=many"), 2, "takes a number, got 'many'"),
+        (("--data", "missing.txt"), 1, "missing.txt does not exist"),
+        (("--length", "512"), 1, "windows of 512 tokens"),
+        (("--config", "missing.json"), 1, "cannot read missing.json"),
+    ],
+)
+def test_wrong_use_is_one_line(base, tmp_path, monkeypatch, change, code, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "short.txt").write_text("too short " * 30)
+    arguments = ("retrofit", base / "model", "--out", tmp_path / "out", *ARGUMENTS)
+    data = () if "--data" in change else ("--data", "short.txt")
+    result = run(*arguments, *data, *change)
+    assert result.exit_code == code
+    assert message in " ".join(result.stderr.replace("│", "").split())
+    assert not (tmp_path / "out" / "adapter.json").exists()
+
+
+def test_a_missing_model_is_one_line(tmp_path):
+    result = run("retrofit", tmp_path / "nothing", "--out", tmp_path / "out", *ARGUMENTS)
+    assert result.exit_code == 1
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("mosar: error: cannot load")

@@ -1,0 +1,214 @@
+"""Training routers: the objective falls, the density goes where it should, nothing is lost."""
+
+import json
+import os
+import signal
+
+import pytest
+import torch
+
+import mosar
+from integrations.retrofit.models import GEOMETRY, tiny_model, tokens
+from mosar import MoSARConfig
+from mosar.integrations.retrofit import RetrofitError, load_adapter
+from mosar.integrations.retrofit import train as training
+from mosar.integrations.retrofit.base_model import BaseIdentity
+from mosar.integrations.retrofit.config import RetrofitSettings
+from mosar.integrations.retrofit.learner import LayerLearner
+from mosar.integrations.retrofit.objective import head_attention
+from mosar.integrations.retrofit.text import Windows
+from mosar.integrations.retrofit.train import train_retrofit
+from mosar.training.errors import TrainingInterrupted
+
+LENGTH = 128
+SETTINGS = RetrofitSettings(
+    length=LENGTH,
+    steps=24,
+    updates=4,
+    queries=32,
+    target_density=0.4,
+    cost_weight=0.01,
+    global_bias=0.5,
+    learning_rate=2e-2,
+    checkpoint_every=8,
+)
+
+
+def windows(steps=SETTINGS.steps):
+    return Windows(tokens(steps, LENGTH, seed=3), tokens(2, LENGTH, seed=4))
+
+
+def run(out, settings=SETTINGS, **options):
+    model = tiny_model(num_hidden_layers=2)
+    attached = mosar.retrofit(model, GEOMETRY)
+    return attached, train_retrofit(
+        attached, windows(settings.steps), settings, out, progress=False, **options
+    )
+
+
+def lines(out, split):
+    found = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in found if line["split"] == split]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    out = tmp_path_factory.mktemp("retrofit") / "run"
+    attached, result = run(out)
+    return out, attached, result
+
+
+def test_density_approaches_the_target(trained):
+    out, _, result = trained
+    first, *_, last = lines(out, "valid")
+    # Few updates on a model whose attention has no structure: it comes nearer, from above.
+    assert first["density"] > 0.7
+    assert abs(last["density"] - SETTINGS.target_density) < 0.25
+    assert result.density == last["density"]
+
+
+def test_the_objective_falls_at_a_fixed_price(tmp_path):
+    settings = RetrofitSettings.from_dict(
+        SETTINGS.to_dict() | {"steering": 0.0, "cost_weight": 0.1, "entropy_weight": 0.0}
+    )
+    run(tmp_path / "run", settings)
+    losses = [line["loss"] for line in lines(tmp_path / "run", "valid")]
+    assert losses[-1] < 0.9 * losses[0]
+
+
+def test_windows_begin_at_every_position_of_the_context(tmp_path, monkeypatch):
+    """Attention is the same wherever a window begins; the rotated keys are not."""
+    seen = {}
+
+    def learning(learner, given, step, cost_weight, *, learn=LayerLearner.learn):
+        if learner.layer.index == 0:
+            queries = torch.arange(LENGTH)
+            seen[step] = given.k, head_attention(given.q, given.k, queries)
+        return learn(learner, given, step, cost_weight)
+
+    monkeypatch.setattr(LayerLearner, "learn", learning)
+    attached = mosar.retrofit(tiny_model(num_hidden_layers=2), GEOMETRY)
+    same = Windows(tokens(1, LENGTH).expand(3, -1), tokens(2, LENGTH))
+    settings = RetrofitSettings.from_dict(SETTINGS.to_dict() | {"steps": 3})
+    train_retrofit(attached, same, settings, tmp_path / "run", progress=False)
+    (first_k, first), (other_k, other) = seen[1], seen[2]
+    assert (first_k - other_k).abs().max() > 0.1
+    torch.testing.assert_close(first, other, atol=1e-4, rtol=1e-3)
+    run_ = training._Run(attached, same, settings, tmp_path, BaseIdentity.of(attached.model))
+    offsets = [run_._offset(step) for step in range(200)]
+    # The tiny model reads 512 tokens.
+    assert min(offsets) < 40 and 345 < max(offsets) <= 512 - LENGTH
+
+
+def test_the_base_model_is_untouched(trained):
+    _, attached, _ = trained
+    fresh = tiny_model(num_hidden_layers=2)
+    for (name, ours), theirs in zip(
+        attached.model.named_parameters(), fresh.parameters(), strict=True
+    ):
+        assert torch.equal(ours, theirs), name
+
+
+def test_the_adapter_is_what_was_trained(trained):
+    out, attached, _ = trained
+    loaded = load_adapter(tiny_model(num_hidden_layers=2), out)
+    for name, parameter in attached.named_parameters().items():
+        assert torch.equal(loaded.named_parameters()[name], parameter), name
+
+
+def test_a_run_that_was_interrupted_goes_on_bit_for_bit(trained, tmp_path, monkeypatch):
+    out, attached, _ = trained
+    steer = training._Run._steer
+    calls = []
+
+    def interrupting(self, density):
+        steer(self, density)
+        calls.append(density)
+        if len(calls) == 11:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(training._Run, "_steer", interrupting)
+    with pytest.raises(TrainingInterrupted, match="saved at step 11 of 24"):
+        run(tmp_path / "run")
+    monkeypatch.undo()
+    again, result = run(tmp_path / "run")
+    assert result.resumed_from == 11
+    for name, parameter in attached.named_parameters().items():
+        assert torch.equal(again.named_parameters()[name], parameter), name
+    for split in ("train", "valid"):
+        assert timeless(tmp_path / "run", split) == timeless(out, split)
+
+
+def timeless(out, split):
+    return [line | {"tokens_per_second": None} for line in lines(out, split)]
+
+
+def test_a_killed_run_goes_on_from_its_checkpoint(trained, tmp_path, monkeypatch):
+    _, attached, _ = trained
+
+    class Killed(BaseException):
+        pass
+
+    def dying(self, step, *, learn=training._Run._learn):
+        if step == 12:
+            raise Killed
+        return learn(self, step)
+
+    monkeypatch.setattr(training._Run, "_learn", dying)
+    with pytest.raises(Killed):
+        run(tmp_path / "run")
+    monkeypatch.undo()
+    again, result = run(tmp_path / "run")
+    assert result.resumed_from == 8
+    assert len(lines(tmp_path / "run", "train")) == SETTINGS.steps
+    for name, parameter in attached.named_parameters().items():
+        assert torch.equal(again.named_parameters()[name], parameter), name
+
+
+def test_a_run_begins_with_the_routers_of_another(trained, tmp_path):
+    out, _, result = trained
+    settings = RetrofitSettings.from_dict(SETTINGS.to_dict() | {"steps": 8, "target_density": 0.2})
+    _, further = run(tmp_path / "run", settings, start_from=out)
+    first, *_ = lines(tmp_path / "run", "valid")
+    assert first["density"] == result.density
+    assert (
+        first["cost_weight"]
+        == json.loads((out / "adapter.json").read_text())["notes"]["cost_weight"]
+    )
+    assert further.density < result.density
+    # What began elsewhere is another run.
+    with pytest.raises(RetrofitError, match="holds a run with other start"):
+        run(tmp_path / "run", settings)
+
+
+def test_routers_of_another_model_or_geometry_are_no_start(trained, tmp_path):
+    out, _, _ = trained
+    other = mosar.retrofit(tiny_model(num_hidden_layers=2, seed=5), GEOMETRY)
+    with pytest.raises(RetrofitError, match="belong to another base model"):
+        train_retrofit(other, windows(), SETTINGS, tmp_path / "run", start_from=out)
+    wider = MoSARConfig.from_dict(GEOMETRY.to_dict() | {"num_sinks": 3})
+    other = mosar.retrofit(tiny_model(num_hidden_layers=2), wider)
+    with pytest.raises(RetrofitError, match="another geometry"):
+        train_retrofit(other, windows(), SETTINGS, tmp_path / "run", start_from=out)
+
+
+def test_another_run_in_the_folder_is_refused(trained):
+    out, _, _ = trained
+    other = RetrofitSettings.from_dict(SETTINGS.to_dict() | {"target_density": 0.1})
+    with pytest.raises(RetrofitError, match="holds a run with other settings"):
+        run(out, other)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"target_density": 0.0}, "target_density must be a number in"),
+        ({"steps": 0}, "steps must be an integer >= 1"),
+        ({"queries": 4096, "length": 128}, "queries must not exceed length=128"),
+        ({"learning_rate": float("nan")}, "learning_rate"),
+        ({"speed": 1}, "unknown settings"),
+    ],
+)
+def test_wrong_settings_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        RetrofitSettings.from_dict(changes)

@@ -1,0 +1,312 @@
+"""The GPU's kernels, interpreted, compute what the float64 reference defines."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cases import DISTANCE_BIASES, FORCED, ROUTINGS, Case, cases
+from kernels.budget import NAMES, assert_within_budget, run
+from kernels.test_paths import GEOMETRIES, TRAITS
+from mosar import MoSARConfig, Regime
+from mosar.kernels.triton import blocks, ops
+
+NARROW = MoSARConfig(
+    max_length=48,
+    regimes=(Regime("S", 5, 0.75), Regime("M", 20.5, 0.5), Regime("G", 48, 1.0)),
+)
+BASE = Case(
+    config=NARROW,
+    dtype=torch.float32,
+    heads_per_kv=2,
+    num_queries=41,
+    num_keys=41,
+    head_dim=12,
+)
+RICH = MoSARConfig(
+    regimes=NARROW.regimes, routing_groups=2, num_sinks=2, exponent=1.5, composition="max"
+)
+# The interpreter's numpy remarks on log2(0), which a GPU takes as it is meant.
+pytestmark = pytest.mark.filterwarnings("ignore:divide by zero")
+routings = pytest.mark.parametrize("kind", ROUTINGS)
+# One path for each kind of bias.
+biases = pytest.mark.parametrize("kind", ("sparse", "soft", "both"))
+
+
+@pytest.mark.parametrize("kinds", [("sparse",), ("soft",), ("top1", *DISTANCE_BIASES)])
+@settings(max_examples=4)
+@given(data=st.data())
+def test_any_call(kinds, data):
+    case = data.draw(cases(dtype=torch.float32, max_length=12))
+    kind = data.draw(st.sampled_from(kinds))
+    assert_within_budget(case, kind, impl="triton", conditioned=True)
+
+
+@routings
+def test_everything_at_once(kind):
+    case = BASE.with_(
+        config=RICH, batch=2, kv_heads=2, padding="holes", segments="packed", softcap=3.0
+    )
+    assert_within_budget(case.with_(num_queries=20, num_keys=29, window=25), kind, impl="triton")
+
+
+@pytest.mark.parametrize("kind", [*ROUTINGS, "none", "log_gate_per_head"])
+def test_plain_call(kind):
+    assert_within_budget(BASE, kind, impl="triton")
+
+
+@pytest.mark.parametrize(("kind", "softcap"), [("sparse", None), ("top1", 20.0)])
+def test_whole_blocks_on_plateaus(monkeypatch, kind, softcap):
+    """Tiles of few tokens and long plateaus: most blocks need neither bias nor mask."""
+    monkeypatch.setattr(blocks, "INTERPRETED", blocks.Blocks(32, 4, 4, 1))
+    config = MoSARConfig(regimes=(Regime("S", 12, 0.9), Regime("G", 48, 1.0)))
+    case = BASE.with_(config=config, heads_per_kv=8, head_dim=4, softcap=softcap)
+    assert_within_budget(case, kind, impl="triton")
+
+
+@pytest.mark.parametrize("kind", ["sparse", "soft"])
+@pytest.mark.parametrize("heads_per_kv", [1, 3, 8, 40])
+def test_query_heads_per_key_head(kind, heads_per_kv):
+    """Those of a tile fill it, leave rows over, or need two tiles."""
+    length = 4 if heads_per_kv == 40 else 20
+    case = BASE.with_(heads_per_kv=heads_per_kv, num_queries=length, num_keys=length)
+    assert_within_budget(case, kind, impl="triton")
+
+
+@biases
+@pytest.mark.parametrize("head_dim", [1, 80, 256])
+def test_head_dims(kind, head_dim):
+    case = BASE.with_(head_dim=head_dim, num_queries=17, num_keys=19)
+    assert_within_budget(case, kind, impl="triton")
+
+
+@biases
+@pytest.mark.parametrize("length", [1, 2, 17])
+def test_short_lengths(kind, length):
+    case = BASE.with_(num_queries=length, num_keys=length, batch=2)
+    assert_within_budget(case, kind, impl="triton", conditioned=length <= 2)
+
+
+@pytest.mark.parametrize("kind", [*ROUTINGS, "both"])
+def test_half_precision(kind):
+    case = BASE.with_(dtype=torch.float16, softcap=30.0, num_queries=25)
+    assert_within_budget(case, kind, impl="triton")
+
+
+@pytest.fixture
+def exact_bfloat16(monkeypatch):
+    """The interpreter multiplies the bits of bfloat16 matrices; this multiplies their numbers."""
+    from triton import language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    def numbers(handle):
+        if handle.dtype.scalar != tl.bfloat16:
+            return handle.data
+        return (handle.data.astype(np.uint32) << 16).view(np.float32)
+
+    def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
+        return TensorHandle(numbers(a) @ numbers(b) + d.data, d.dtype.scalar)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
+
+
+@pytest.mark.parametrize("kind", [*ROUTINGS, "both"])
+def test_bfloat16(exact_bfloat16, kind):
+    case = BASE.with_(dtype=torch.bfloat16, softcap=30.0, num_queries=25)
+    assert_within_budget(case, kind, impl="triton")
+
+
+def test_a_large_score_that_is_worth_little():
+    """In half precision weights are relative to what a row can get, not to its largest score."""
+    config = MoSARConfig(regimes=(Regime("S", 1, 1.0), Regime("G", 30, 1.0)), barrier=13.0)
+    case = BASE.with_(config=config, dtype=torch.float16, probabilities="first")
+    q, k, v, pi_q, pi_k = (tensor.clone() for tensor in case.inputs)
+    q[..., 0], k[..., 0], k[:, :, 0, 0] = 1.0, 0.0, 20.0
+    inputs = (q, k, v, pi_q, pi_k)
+    ours = run(case, "soft", impl="triton", inputs=inputs, scale=1.0)
+    exact = tuple(tensor.double() for tensor in inputs)
+    true = run(case, "soft", impl="reference", inputs=exact, scale=1.0)
+    for name in NAMES[:2]:
+        torch.testing.assert_close(ours[name].double(), true[name], atol=2e-3, rtol=2e-3)
+
+
+@biases
+@pytest.mark.parametrize("scale", [-1e4, 1e-30])
+def test_huge_and_tiny_logits(kind, scale):
+    case = BASE.with_(scale=scale, num_queries=10, num_keys=25)
+    assert_within_budget(case, kind, impl="triton", conditioned=abs(scale) > 1)
+
+
+@biases
+def test_what_padded_slots_hold_does_not_matter(kind):
+    case = BASE.with_(padding="holes", num_queries=12, num_keys=27)
+    padded = ~case.key_valid[:, None, :, None]
+    assert padded.any()
+
+    def filled(value):
+        q, k, v, pi_q, pi_k = case.inputs
+        inputs = (q, k.masked_fill(padded, value), v.masked_fill(padded, value), pi_q, pi_k)
+        return run(case, kind, impl="triton", inputs=inputs)
+
+    clean, poisoned = filled(0.0), filled(math.nan)
+    for name in NAMES:
+        assert torch.equal(clean[name], poisoned[name]), name
+        assert not poisoned[name].isnan().any()
+    for name in ("dk", "dv"):
+        assert not poisoned[name].masked_fill(~padded, 0).any()
+
+
+@pytest.mark.parametrize("kind", ["sparse", "soft", "none"])
+def test_a_row_without_keys_is_zero_and_has_no_gradient(kind):
+    case = BASE.with_(num_queries=20, num_keys=20, batch=2)
+    valid = torch.ones(2, 20, dtype=torch.bool)
+    valid[0] = False
+    positions = torch.arange(20).expand(2, 20)
+    placement = {
+        "key_valid": valid,
+        "key_positions": torch.arange(10, 30).expand(2, 20),
+        "query_positions": positions,
+    }
+    ours = run(case, kind, impl="triton", **placement)
+    empty = positions < 10
+    empty[0] = True
+    empty = empty[:, None].expand(2, 2, 20)
+    assert not ours["output"][empty].any()
+    assert (ours["lse"][empty] == -math.inf).all()
+    assert ours["lse"][~empty].isfinite().all()
+    assert not ours["dq"][empty].any()
+    for name in NAMES[2:]:
+        assert ours[name].isfinite().all()
+        assert not ours[name][0].any()
+
+
+@biases
+def test_every_output_is_written(kind):
+    """With torch's own empty tensors full of NaN nothing changes."""
+    case = BASE.with_(num_queries=12, num_keys=20, padding="holes")
+    expected = run(case, kind, impl="triton")
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.empty(1).isnan().all()
+        found = run(case, kind, impl="triton")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(expected[name], found[name]) for name in NAMES)
+
+
+@pytest.mark.parametrize("kind", ["sparse", "soft"])
+def test_heads_divided_among_programs(monkeypatch, kind):
+    case = BASE.with_(heads_per_kv=4, num_queries=15, num_keys=15)
+    monkeypatch.setattr(ops, "num_splits", lambda *_: 2)
+    assert_within_budget(case, kind, impl="triton")
+    assert_within_budget(case.with_(dtype=torch.float16), kind, impl="triton")
+
+
+def transposed(x):
+    """As [B, T, H, D] projections arrive."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def strided(x):
+    """The last dimension is not contiguous."""
+    return torch.stack([x, torch.full_like(x, math.nan)], dim=-1)[..., 0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "view"),
+    [("sparse", transposed), ("soft", transposed), ("soft", strided), ("both", strided)],
+)
+def test_views(kind, view):
+    case = BASE.with_(num_queries=6, num_keys=9, batch=2)
+    inputs = tuple(view(x) if x.dim() == 4 else view(x[:, None])[:, 0] for x in case.inputs)
+    ours = run(case, kind, impl="triton", inputs=inputs)
+    expected = run(case, kind, impl="triton", inputs=tuple(x.contiguous() for x in inputs))
+    assert all(torch.equal(expected[name], ours[name]) for name in NAMES)
+
+
+def test_offsets_beyond_32_bits():
+    """Heads far apart in memory: the strides of a slice of a large buffer."""
+    case = BASE.with_(num_queries=9, num_keys=9)
+    # Address space alone: only the pages that hold the heads are ever touched.
+    far = torch.empty(2**31 + 2**20, dtype=torch.float16)
+    q = far.as_strided(case.q.shape, (0, 2**31, case.head_dim, 1))
+    q.copy_(case.q)
+    inputs = (q, case.k.half(), case.v.half(), case.pi_q, case.pi_k)
+    near = (q.clone(), *inputs[1:])
+    for kind in ("sparse", "soft"):
+        ours, expected = (run(case, kind, impl="triton", inputs=x) for x in (inputs, near))
+        assert all(torch.equal(expected[name], ours[name]) for name in NAMES)
+
+
+@pytest.mark.parametrize("kind", ["sparse", "soft"])
+def test_nothing_hides_a_diverging_model(kind):
+    """A NaN of a real token shows in every row that reads it, as in the reference."""
+    case = BASE.with_(num_queries=25, num_keys=25)
+    k = case.k.clone()
+    k[:, :, 3] = math.nan
+    inputs = (case.q, k, *case.inputs[2:])
+    ours, true = (run(case, kind, impl=impl, inputs=inputs) for impl in ("triton", "reference"))
+    for name in NAMES[:2]:
+        assert torch.equal(ours[name].isfinite(), true[name].isfinite())
+    assert not true["output"].isfinite().all()
+
+
+@routings
+def test_no_second_derivative(kind):
+    case = BASE.with_(num_queries=4, num_keys=4)
+    leaves = tuple(x.detach().requires_grad_() for x in case.inputs)
+    from kernels.budget import attend
+
+    output, _ = attend(case, kind, leaves, impl="triton")
+    (gradient,) = torch.autograd.grad(output.square().sum(), leaves[:1], create_graph=True)
+    with pytest.raises(NotImplementedError, match="second derivatives"):
+        gradient.sum().backward()
+
+
+SHORT = {"num_queries": 60, "num_keys": 60, "kv_heads": 2}
+
+
+@pytest.mark.slow
+@routings
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+def test_geometries(kind, geometry):
+    assert_within_budget(BASE.with_(config=GEOMETRIES[geometry], **SHORT), kind, impl="triton")
+
+
+@pytest.mark.slow
+@routings
+@pytest.mark.parametrize("labels", FORCED)
+def test_one_regime_for_all_or_one_token_alone(kind, labels):
+    assert_within_budget(BASE.with_(probabilities=labels, **SHORT), kind, impl="triton")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [*ROUTINGS, *DISTANCE_BIASES])
+@pytest.mark.parametrize("trait", TRAITS)
+def test_traits(kind, trait):
+    far = kind in ("slopes", "both") and trait in ("padded right", "free positions")
+    case = BASE.with_(**{**SHORT, "batch": 2, **TRAITS[trait]})
+    assert_within_budget(case, kind, impl="triton", conditioned=far)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [*ROUTINGS, *DISTANCE_BIASES])
+@settings(max_examples=100)
+@given(data=st.data())
+def test_any_call_at_length(kind, data):
+    case = data.draw(cases(dtype=torch.float32, max_length=50))
+    assert_within_budget(case, kind, impl="triton", conditioned=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [*ROUTINGS, "both"])
+@pytest.mark.parametrize("size", [(16, 16), (32, 64), (64, 32)])
+def test_block_sizes(monkeypatch, kind, size):
+    monkeypatch.setattr(blocks, "INTERPRETED", blocks.Blocks(*size, 4, 1))
+    case = BASE.with_(
+        num_queries=230, num_keys=300, kv_heads=2, config=GEOMETRIES["groups and sinks"]
+    )
+    assert_within_budget(case, kind, impl="triton")

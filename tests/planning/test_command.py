@@ -1,0 +1,144 @@
+"""`mosar plan`: its output, its files, and one line where something does not fit."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from mosar.cli import app
+from mosar.geometries import VARIANTS
+from mosar.planning.lines import BASES, say
+
+
+def run(*arguments):
+    return CliRunner().invoke(
+        app, ["plan", *map(str, arguments)], env={"COLUMNS": "160"}, terminal_width=160
+    )
+
+
+def as_json(*arguments):
+    result = run(*arguments, "--json", "-")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_every_line_says_what_it_rests_on():
+    result = run("--preset", "paper", "--context", 8192, "--gpus", 64)
+    assert result.exit_code == 0, result.output
+    assert "mesh: 64 ranks = data 64 x shard 1 x tensor 1" in result.stdout
+    assert "802,801,772" in result.stdout
+    plan = as_json("--preset", "paper", "--context", 8192, "--gpus", 64)
+    assert {line["basis"] for line in plan["lines"]} <= set(BASES)
+    assert all(line["how"] for line in plan["lines"])
+    for line in plan["lines"]:
+        assert line["name"][:12] in result.stdout
+    assert all(meaning in result.stdout for meaning in BASES.values())
+
+
+def test_the_mesh_is_chosen_by_memory():
+    roomy = as_json("--preset", "paper", "--gpus", 8, "--memory", 80)
+    tight = as_json("--preset", "paper", "--gpus", 8, "--memory", 6)
+    assert roomy["mesh"] == {"data": 8, "shard": 1, "tensor": 1}
+    assert tight["mesh"]["shard"] > 1
+    assert run("--preset", "paper", "--memory", 1).stdout.count("Note: No such mesh fits") == 1
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variant_has_a_plan(variant):
+    plan = as_json("--preset", "small", "--variant", variant)
+    (density,) = [x for x in plan["lines"] if x["name"] == "support density"]
+    if variant.startswith("mosar"):
+        assert density["basis"] == "measured" and 0 < density["value"] < 50
+    else:
+        assert density["basis"] == "exact"
+        sparse = variant in ("fixed-s", "fixed-m", "rope-m-mask")
+        assert (density["value"] < 100) == sparse
+    assert [cost["context"] for cost in plan["attention_by_context"]][:2] == [256, 512]
+
+
+def test_settings_of_a_run_count():
+    fp32, bf16 = (
+        as_json("--preset", "small", "--set", f"train.precision={p}") for p in ("fp32", "bf16")
+    )
+    cache = [x["value"] for p in (fp32, bf16) for x in p["lines"] if x["name"] == "every key"]
+    assert cache[1] < 0.6 * cache[0]
+    meshed = as_json("--preset", "small", "--set", "distributed.tensor=2")
+    assert meshed["mesh"] == {"data": 1, "shard": 1, "tensor": 2}
+
+
+def test_files(tmp_path):
+    result = run(
+        *("--preset", "small", "--json", tmp_path / "a.json", "--plot", tmp_path / "a.png")
+    )
+    assert result.exit_code == 0, result.output
+    assert json.loads((tmp_path / "a.json").read_text())["kind"] == "plan"
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json", "a.png"]
+
+
+def test_density_of_records_and_of_numbers(tmp_path, request):
+    records = request.config.rootpath / "results" / "small"
+    ours, packaged = (
+        as_json("--preset", "small", "--density", source) for source in (records, "small")
+    )
+    curves = [[c["density"] for c in p["attention_by_context"][:7]] for p in (ours, packaged)]
+    assert curves[0] == pytest.approx(curves[1], abs=1e-6)
+    stated = as_json("--preset", "small", "--density", 0.5)
+    assert {cost["density"] for cost in stated["attention_by_context"]} == {0.5}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--gpus", 6, "--tensor", 4), "--tensor 4 must multiply to --gpus 6, or divide it, got 4"),
+        (("--gpus", 3, "--tensor", 3), "--tensor 3 must divide model.num_heads=8"),
+        (("--gpus", 4, "--data", 4, "--windows", 6), "--windows must be a multiple of"),
+        (("--density", "nowhere"), "--density must be paper, small, a number, or a folder"),
+        (("--density", "1.5"), "--density must be a share in (0, 1], got 1.5"),
+        (("--variant", "rope", "--density", "small"), "rope has no routers"),
+        (("--plot", "a.gif"), "--plot must end in one of .png, .svg, .pdf"),
+    ],
+)
+def test_what_does_not_fit_is_one_line(arguments, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = run(*arguments)
+    assert result.exit_code == 1
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("mosar: error: ") and said in line
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--preset", "papr"), "paper"),
+        (("--variant", "mosra"), "mosar"),
+        (("--set", "train.stpes=3"), "train.steps"),
+        (("--gpus", 0), "--gpus"),
+    ],
+)
+def test_wrong_names_are_wrong_usage(arguments, said):
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert said in result.stderr
+
+
+def test_a_folder_without_such_records(tmp_path):
+    result = run("--density", tmp_path)
+    assert result.exit_code == 1
+    assert "no evaluation of mosar under sparse routing" in result.stderr
+    (tmp_path / "a.jsonl").write_text("{}\n")
+    result = run("--density", tmp_path)
+    assert result.exit_code == 1 and "a.jsonl" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "text"),
+    [
+        *((1023, "B", "1,023 B"), (1536, "B", "1.50 KiB"), (3 * 2**40, "B", "3.00 TiB")),
+        *((2.5e9, "FLOP", "2.50 GFLOP"), (12.345, "%", "12.35 %"), (1234, "", "1,234")),
+    ],
+)
+def test_numbers_are_said_in_units(value, unit, text):
+    assert say(value, unit) == text

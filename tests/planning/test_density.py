@@ -1,0 +1,119 @@
+"""Density and kept keys from shares: against exact counts, and against the records."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mosar import MoSARConfig, build_hard_domain
+from mosar.planning.density import (
+    constant_curve,
+    covered,
+    curves_from_records,
+    encode_curves,
+    modelled_density,
+    outer,
+    packaged_curves,
+)
+from mosar.planning.errors import PlanError
+from mosar.report.paper import paper
+
+RESULTS = Path(__file__).parents[2] / "results" / "small"
+
+
+@given(st.floats(0.5, 60), st.integers(1, 40))
+def test_covered_counts_pairs(reach, context):
+    inside = sum(i - j <= reach for i in range(context) for j in range(i + 1))
+    assert covered(reach, context) == pytest.approx(inside / (context * (context + 1) / 2))
+
+
+@pytest.mark.parametrize("length", [256, 1024])
+def test_density_of_independent_choices_is_the_exact_count(length):
+    config = MoSARConfig.scaled(256)
+    query, key = (0.7, 0.2, 0.1), (0.6, 0.25, 0.15)
+    generator = torch.Generator().manual_seed(0)
+    labels = [
+        torch.multinomial(torch.tensor(side), 8 * length, replacement=True, generator=generator)
+        for side in (query, key)
+    ]
+    exact = build_hard_domain(*(x.view(8, length) for x in labels), config, materialize=False)
+    drawn = [(x.bincount() / len(x)).tolist() for x in labels]
+    # What remains is where in the rows the few global tokens fell.
+    assert modelled_density(outer(*drawn), config, length) == pytest.approx(exact.density, rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["small/mosar", "small/mosar-cost"])
+def test_the_model_is_near_what_was_measured(name):
+    curve = packaged_curves()[name]
+    config = MoSARConfig.scaled(curve.train_length)
+    assert [point.factor for point in curve.points] == [1, 2, 4]
+    for point in curve.points:
+        context = round(point.factor * curve.train_length)
+        assert modelled_density(point.pairs, config, context) == pytest.approx(
+            point.density, rel=0.01
+        )
+        assert curve.density(config, context)[:2] == (point.density, "measured")
+        # The same multiple of another length is no measurement.
+        assert curve.density(MoSARConfig(), 4 * context)[1] == "modelled"
+
+
+def test_the_package_has_the_records_figures():
+    ours = json.loads(encode_curves(curves_from_records(RESULTS)))
+    packaged = json.loads(encode_curves(packaged_curves()))
+    assert ours == {name: packaged[name] for name in packaged if name.startswith("small/")}
+
+
+@pytest.mark.parametrize("variant", ["mosar", "mosar-cost"])
+def test_the_package_has_the_papers_shares(variant):
+    curve = packaged_curves()[f"paper/{variant}"]
+    for point in curve.points:
+        row = paper()["routing"][variant][f"{point.factor:g}"]
+        sides = [
+            (row[f"{side}_S"], 1 - row[f"{side}_S"] - row[f"{side}_G"], row[f"{side}_G"])
+            for side in "qk"
+        ]
+        for ours, theirs in zip(point.pairs, outer(*sides), strict=True):
+            assert ours == pytest.approx(theirs, abs=1e-6)
+    assert curve.density(MoSARConfig(), 8192)[1] == "modelled"
+
+
+def test_between_and_beyond_points():
+    curve = packaged_curves()["paper/mosar"]
+    config = MoSARConfig()
+    densities = [curve.density(config, n)[0] for n in (1024, 2048, 3000, 4096, 8192, 65536)]
+    assert densities == sorted(densities, reverse=True)
+    assert "beyond what was measured" in curve.density(config, 65536)[2]
+    assert curve.shares(100) == curve.points[-1].pairs
+    middle = curve.shares(2**0.5)[0][0]
+    low, high = (point.pairs[0][0] for point in curve.points[:2])
+    assert middle == pytest.approx((low + high) / 2)
+
+
+def test_kept_keys_are_bounded_but_for_the_global_ones():
+    curve, config = packaged_curves()["small/mosar"], MoSARConfig()
+    key_g = sum(row[-1] for row in curve.points[-1].pairs)
+    near, far = (curve.kept_keys(config, n) for n in (65536, 131072))
+    assert far - near == pytest.approx(key_g * 65536)
+    assert curve.kept_keys(config, 100) == pytest.approx(100, rel=1e-5)
+
+
+def test_a_stated_density_stays():
+    curve = constant_curve(0.25)
+    for context in (10, 1000):
+        assert curve.density(MoSARConfig(), context) == (0.25, "modelled", "as given")
+
+
+def test_other_regimes_are_refused():
+    two = MoSARConfig.from_dict(
+        {
+            "regimes": [
+                {"name": "S", "reach": 8, "plateau": 1},
+                {"name": "G", "reach": 64, "plateau": 1},
+            ]
+        }
+    )
+    with pytest.raises(PlanError, match="curves are of 3 regimes, the model has 2"):
+        packaged_curves()["paper/mosar"].density(two, 100)

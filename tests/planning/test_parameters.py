@@ -1,0 +1,89 @@
+"""Parameters and operations are counted as the real model has them."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from mosar.geometries import VARIANTS
+from mosar.model.decoder import Decoder
+from mosar.planning.flops import (
+    attention_flops,
+    causal_pairs,
+    matrix_flops,
+    router_flops,
+    training_flops,
+)
+from mosar.planning.mesh import Mesh
+from mosar.planning.parameters import parameter_parts, tensor_part, total
+from mosar.training.presets import PRESETS
+from planning.configs import small_config
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_count_is_the_models(variant, preset):
+    config = small_config(variant, preset)
+    with torch.device("meta"):
+        decoder = Decoder(config.model, config.attention)
+    parts = parameter_parts(config.model, config.attention)
+    assert total(parts) == sum(p.numel() for p in decoder.parameters())
+    in_layers = sum(p.numel() for p in decoder.layers.parameters())
+    assert total([part for part in parts if part.in_layers]) == in_layers
+
+
+@pytest.mark.parametrize("change", ["routing_groups=2", "router_hidden=7", "num_sinks=3"])
+def test_count_follows_the_routers_settings(change):
+    config = small_config("mosar", "smoke", f"attention.{change}")
+    decoder = Decoder(config.model, config.attention)
+    parts = parameter_parts(config.model, config.attention)
+    assert total(parts) == sum(p.numel() for p in decoder.parameters())
+
+
+def test_the_papers_model_without_routers():
+    config = small_config("rope", "paper")
+    assert total(parameter_parts(config.model, config.attention)) == 800_138_240
+
+
+def test_ranks_hold_their_part():
+    config = small_config()
+    model, parts = config.model, parameter_parts(config.model, config.attention)
+    whole = sum(part.count for part in parts if part.split == "whole")
+    # Two key heads: four ranks hold both.
+    keys = sum(part.count for part in parts if part.split == "kv")
+    heads = sum(part.count for part in parts if part.split == "heads")
+    assert tensor_part(parts, model, Mesh(tensor=1)) == total(parts)
+    assert tensor_part(parts, model, Mesh(tensor=2)) == whole + keys / 2 + heads / 2
+    assert tensor_part(parts, model, Mesh(tensor=4)) == whole + keys + heads / 4
+
+
+@pytest.mark.parametrize("variant", ["rope", "mosar"])
+def test_operations_are_those_that_torch_counts(variant):
+    config = small_config(variant)
+    decoder = Decoder(config.model, config.attention)
+    decoder.init_weights(0)
+    tokens = torch.randint(0, 500, (2, 24))
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        decoder.logits(decoder(tokens).hidden)
+    counted = counter.get_total_flops()
+    ours = matrix_flops(config.model) + router_flops(config.model, config.attention)
+    # The attention kernel is an operator of its own, which torch does not know how to count.
+    assert counted == tokens.numel() * ours
+
+
+def test_attention_grows_with_its_pairs():
+    model = small_config().model
+    pairs = sum(range(1, 11)) / 10
+    assert causal_pairs(10) == pairs
+    one = 2 * (2 * model.head_dim) * model.num_heads * model.num_layers
+    assert attention_flops(model, pairs) == one * pairs
+
+
+def test_training_counts_what_is_computed_again():
+    config = small_config()
+    plain = training_flops(config.model, config.attention, 64, recompute=False)
+    again = training_flops(config.model, config.attention, 64, recompute=True)
+    forward = matrix_flops(config.model) + router_flops(config.model, config.attention)
+    pairs = attention_flops(config.model, causal_pairs(64))
+    head = 2 * config.model.vocab_size * config.model.hidden_size
+    assert plain == 3 * forward + 3.5 * pairs
+    assert again - plain == pytest.approx(forward - head + pairs)

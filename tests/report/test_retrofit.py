@@ -1,0 +1,105 @@
+"""The report of retrofitted models: its frontier, and what it takes from a folder."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from mosar.records import RetrofitEvaluation, append_record
+from mosar.report.frontier import draw_frontier
+from mosar.report.retrofit import Point, frontier, gap_at, load_run, write_retrofit_report
+
+LENGTH = 1000
+DENSE = RetrofitEvaluation(
+    base="model",
+    adapter="",
+    text="t",
+    routing="dense",
+    length=LENGTH,
+    windows=1,
+    loss=2.0,
+    loss_stderr=0.0,
+    window_losses=[2.0],
+    layer_density=[],
+    layer_lost=[],
+    regimes={},
+)
+
+
+def routed(routing, density, loss, **changes):
+    values = {"layer_density": [[density]], "layer_lost": [[0.1]], "regimes": {"S": 64.0}}
+    return replace(DENSE, routing=routing, loss=loss, **values | changes)
+
+
+def write_run(folder, adapter, records):
+    (folder / "evaluations").mkdir(parents=True)
+    description = {
+        "base": {"source": "m", "architecture": "A", "parameters": 1, "checksum": "c" * 64},
+        "geometry": {"regimes": [], "composition": "min", "routing_groups": 1, "num_sinks": 4},
+        "weights_sha256": adapter,
+        "notes": {},
+    }
+    (folder / "adapter.json").write_text(json.dumps(description))
+    for record in records:
+        append_record(folder / "evaluations/retrofit.jsonl", record)
+
+
+@pytest.fixture
+def runs(tmp_path):
+    windows = [
+        routed("window", 0.1, 2.10, regimes={"S": 50.0}),
+        routed("window", 0.4, 2.01, regimes={"S": 200.0}),
+    ]
+    sparse = [routed("sparse", d, x, adapter=a) for d, x, a in ((0.1, 2.05, "a"), (0.2, 2.02, "b"))]
+    outdated = [routed("sparse", 0.9, 9.0, adapter="z"), routed("sparse", 0.9, 9.0, adapter="a")]
+    write_run(tmp_path / "one", "a", [DENSE, *outdated, *windows, sparse[0]])
+    write_run(tmp_path / "two", "b", [DENSE, sparse[1]])
+    write_run(tmp_path / "other", "c", [replace(DENSE, text="another text")])
+    return tmp_path
+
+
+def test_the_newest_records_of_the_present_routers_count(runs):
+    run = load_run(runs / "one")
+    assert [(r.routing, r.loss) for r in run.records] == [
+        *(("dense", 2.0), ("sparse", 2.05), ("window", 2.10), ("window", 2.01)),
+    ]
+
+
+def test_the_frontier_joins_runs_of_one_text(runs):
+    loaded = [load_run(runs / name) for name in ("one", "two", "other")]
+    learned, windows = frontier(loaded, LENGTH)
+    assert [(p.name, p.density) for p in learned] == [("one", 0.1), ("two", 0.2)]
+    assert [p.name for p in windows] == ["window 50", "window 200"]
+    assert learned[1].gap == pytest.approx(2.718281828**0.02 - 1)
+
+
+def test_a_gap_between_two_windows():
+    points = [Point("", 0.1, 0.08), Point("", 0.4, 0.02)]
+    assert gap_at(points, 0.2) == pytest.approx(0.04)
+    assert gap_at(points, 0.1) == pytest.approx(0.08)
+    assert gap_at(points, 0.05) is None and gap_at(points, 0.5) is None
+
+
+def test_the_report_says_how_much_smaller_the_gap_is(runs):
+    (runs / "other" / "adapter.json").unlink()
+    report = write_retrofit_report(runs).read_text()
+    window = gap_at(frontier([load_run(runs / "one")], LENGTH)[1], 0.2)
+    assert f"| 1,000 | two | 0.200 | +2.02 % | {100 * window:+.2f} % |" in report
+    assert report.count("| 1,000 | dense |") == 1
+    assert (runs / "frontier.png").exists()
+
+
+def test_nothing_evaluated_is_said(tmp_path):
+    write_run(tmp_path / "run", "a", [])
+    with pytest.raises(ValueError, match="holds no evaluated retrofit"):
+        write_retrofit_report(tmp_path / "run")
+
+
+def test_a_panel_a_length_with_both_lines():
+    points = [Point("a", 0.1, 0.05), Point("b", 0.2, 0.02)]
+    figure = draw_frontier({2048: (points, points[:1]), 4096: (points, [])})
+    assert [axes.get_title(loc="left") for axes in figure.axes] == ["2,048 tokens", "4,096 tokens"]
+    lines = {line.get_gid(): line for line in figure.axes[0].lines if line.get_gid()}
+    assert list(lines["learned routing, sparse"].get_ydata()) == pytest.approx([5, 2])
+    with pytest.raises(ValueError, match="no frontier"):
+        draw_frontier({2048: ([], [])})
