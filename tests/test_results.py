@@ -8,6 +8,7 @@ import pytest
 from mosar.report.comparison import Comparison
 from mosar.report.experiment import load_experiment
 from mosar.report.markup import latex_tables, markdown_tables
+from mosar.report.retrofit import find_runs, load_run, retrofit_markdown
 from mosar.report.sections import all_tables, make_sections
 from mosar.report.tables import main_table
 
@@ -38,6 +39,25 @@ def test_the_page_shows_the_main_table():
     rows = [_cells(line) for line in re.findall(r"^\|.*\|$", page, re.M)]
     for row in table.rows:
         assert [row[index].text for index in kept] in rows
+
+
+def test_the_report_of_the_retrofit_follows_from_the_records():
+    folder = ROOT / "results/smollm2"
+    runs = [load_run(path) for path in find_runs(folder)]
+    assert len(runs) >= 3
+    assert (folder / "report.md").read_text() == retrofit_markdown(runs, figure=True), (
+        "run: mosar report results/smollm2"
+    )
+    assert (folder / "frontier.png").is_file()
+
+
+def test_the_page_shows_rows_of_the_retrofits_report():
+    """In docs/experiments.md, word for word: all rows that begin with a number of tokens."""
+    page = (ROOT / "docs/experiments.md").read_text().partition("## SmolLM2-135M, retrofitted")[2]
+    rows = re.findall(r"^\| \d,\d{3} \|.*\|$", page, re.M)
+    report = (ROOT / "results/smollm2/report.md").read_text().splitlines()
+    assert len(rows) > 20
+    assert [row for row in rows if row not in report] == []
 
 
 def _cells(line):
