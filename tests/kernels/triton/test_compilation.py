@@ -36,6 +36,7 @@ OTHERS = [
         for kernel in KERNELS["decode"]
         for target, dtype in zip(TARGETS, DTYPES, strict=True)
     ),
+    Wanted("decode", "decode", "gfx942", "float32", head_dim=256),
     *(
         Wanted("plan", kernel, target, "float16")
         for kernel in KERNELS["plan"]
@@ -49,14 +50,15 @@ def assert_fits(results):
         assert result["shared"] <= SHARED_LIMIT[result["target"]], result
         if result["target"] == "sm80" and result["is_first"]:
             assert result["shared"] <= CONSUMER_LIMIT, result
-        # Of the others, more would mean that a tile does not fit into a thread's registers at all.
-        assert result["spilled"] <= (512 if result["is_first"] else 4096), result
+        # float32 is not what these kernels are fast in; more than 4096 would mean that a tile does
+        # not fit into a thread's registers at all.
+        limit = 512 if result["dtype"] != "float32" else 2048
+        assert result["spilled"] <= (limit if result["is_first"] else 4096), result
         assert 0 < result["registers"] <= 512, result
 
 
-@pytest.mark.parametrize("part", range(2))
-def test_every_kernel_and_target(tmp_path, part):
-    wanted = (SQUARE + OTHERS)[part::2]
+def test_every_kernel_and_target(tmp_path):
+    wanted = SQUARE + OTHERS
     results = compile_elsewhere(wanted, tmp_path)
     assert len(results) == len(wanted)
     assert_fits(results)

@@ -26,6 +26,8 @@ _LOG2E = math.log2(math.e)
 # Keys that a part should have at least, so that reading them outweighs starting and joining it.
 _KEYS_PER_PART = 256
 _MOST_PARTS = 32
+# Of a block of keys: what several of them leave of 64 KiB of shared memory.
+_BLOCK_BYTES = 16 * 1024
 
 
 @triton.jit
@@ -232,7 +234,7 @@ def cache_attend(
         SQUARE=exponent == 2,
         PRECISION="ieee",
         BLOCK_M=max(16, triton.next_power_of_2(share)),
-        BLOCK_N=64 if block_d <= 128 else 32,
+        BLOCK_N=max(16, min(64, _BLOCK_BYTES // (block_d * q.element_size()))),
     )
     wrap_triton(combine_kernel)[(batch * query_heads,)](
         part_max=part_max,
