@@ -1,0 +1,17 @@
+"""The command line: `mosar COMMAND --help` teaches each command.
+
+Exit codes: 0 done; 1 it failed, and one line on stderr says why; 2 wrong usage.
+Heavy modules are imported inside the commands, so that help is immediate.
+"""
+# ruff: noqa: F401, I001
+
+# A module adds its commands when it is imported; help lists them in this order.
+from mosar.cli import data, training, retrofitting, experiments
+from mosar.cli import planning, models, figures, benchmarks
+from mosar.cli.app import app
+
+__all__ = ["app", "main"]
+
+
+def main() -> None:
+    app()

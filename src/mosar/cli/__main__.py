@@ -1,0 +1,5 @@
+"""`python -m mosar.cli`."""
+
+from mosar.cli import main
+
+main()

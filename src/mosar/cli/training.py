@@ -1,0 +1,119 @@
+"""`mosar train` and `mosar consolidate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mosar.cli.app import app
+from mosar.cli.shared import CommandFailed, one_line_errors
+
+
+@app.command("train")
+def train(
+    out: Annotated[
+        Path, typer.Option(help="The run folder; one that holds a run is gone on with.")
+    ],
+    variant: Annotated[
+        str | None,
+        typer.Option(
+            help="rope, alibi, p-rope, fixed-s, fixed-m, rope-m-mask, mosar (the default) or "
+            "mosar-cost.",
+            show_default=False,
+        ),
+    ] = None,
+    preset: Annotated[
+        str | None,
+        typer.Option(
+            help="smoke (seconds), quick (the default, minutes), small, retrieval or paper.",
+            show_default=False,
+        ),
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="A dataset of mosar prepare; by default data/stdlib.", show_default=False
+        ),
+    ] = None,
+    changes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="A change like train.steps=60; may be given again. Keys: docs/training.md.",
+            show_default=False,
+        ),
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Threads of torch; by default as torch chooses.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option(help="With --no-resume, a folder that holds a run is refused.")
+    ] = True,
+    progress: Annotated[bool, typer.Option(help="Show progress on stderr.")] = True,
+) -> None:
+    """Train a variant, or go on with the run in --out, bit for bit as if it had never stopped.
+
+    Ctrl-C saves first. With neither --variant nor --preset, a run that is there goes on as it was
+    configured.
+
+    Example: mosar train --variant mosar --preset quick --data data/stdlib --out runs/mosar
+
+    Example: mosar train --out runs/mosar
+
+    Example: mosar train --variant rope --preset smoke --out runs/try --set train.steps=60
+    """
+    with one_line_errors():
+        import torch
+
+        from mosar.data.errors import DataError
+        from mosar.training.command import choose_config, run_train_command
+        from mosar.training.errors import TrainingError, TrainingInterrupted
+
+        if threads is not None:
+            torch.set_num_threads(threads)
+        try:
+            config = choose_config(out, variant, preset, data, changes or [])
+            run_train_command(config, out, progress=progress, resume=resume)
+        except TrainingInterrupted as error:
+            if not error.is_told_elsewhere:
+                typer.echo(f"mosar: {error}", err=True)
+            raise typer.Exit(error.exit_code) from None
+        except (DataError, TrainingError) as error:
+            if isinstance(error, TrainingError) and error.is_told_elsewhere:
+                raise typer.Exit(1) from None
+            raise CommandFailed(str(error)) from None
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+
+
+@app.command("consolidate")
+def consolidate(
+    run: Annotated[Path, typer.Argument(help="A run folder of mosar train.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="The run folder to make.")],
+    step: Annotated[
+        int | None,
+        typer.Option(min=0, help="A checkpoint; by default the newest.", show_default=False),
+    ] = None,
+) -> None:
+    """Make a plain run folder of one that several processes wrote.
+
+    Evaluating and going on read either kind; this one is for tools that expect a checkpoint as
+    model.safetensors. It takes one machine with room for the parameters.
+
+    Example: mosar consolidate runs/cluster --out runs/plain
+    """
+    with one_line_errors():
+        from mosar.training.consolidate import consolidate as make_plain
+        from mosar.training.errors import TrainingError
+
+        try:
+            made = make_plain(run, out, step)
+        except TrainingError as error:
+            raise CommandFailed(str(error)) from None
+        except OSError as error:
+            reason = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+            raise CommandFailed(reason) from None
+        typer.echo(f"{out}: step {made} of {run}")
