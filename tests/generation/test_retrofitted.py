@@ -9,9 +9,8 @@ from mosar.cli import app
 from mosar.core.config import MoSARConfig
 from mosar.data.tokenizer import ByteTokenizer
 from mosar.generation.source import open_source
+from mosar.integrations import retrofit as retrofitting
 from mosar.integrations.hf.tokenizer import fast_tokenizer
-
-retrofitting = pytest.importorskip("mosar.integrations.retrofit")
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ caches cropped back to where the one before began.
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -176,7 +177,7 @@ class Text:
         return decoder.eval()
 
 
-class Steps:
+class Steps(ABC):
     """One competitor; a call gives the seconds of its steps, from the same start every time."""
 
     text: Text
@@ -187,17 +188,17 @@ class Steps:
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     @property
+    @abstractmethod
     def cache_bytes(self) -> int:
         """Allocated for keys, values and bookkeeping."""
-        raise NotImplementedError
 
+    @abstractmethod
     def rewind(self) -> None:
         """Back to the first step."""
-        raise NotImplementedError
 
+    @abstractmethod
     def step(self, token: Tensor) -> Tensor:
         """token [1, 1] to logits [1, 1, vocab]."""
-        raise NotImplementedError
 
     def outputs(self, count: int) -> Tensor:
         """Logits of the first steps, [1, count, vocab]."""
