@@ -40,7 +40,7 @@ MAY_IMPORT = {
         *("torch", "numpy", "rich", "safetensors", "mosar.core", "mosar.data"),
         *("mosar.geometries", "mosar.model", "mosar.records", "mosar.training"),
         # Only for several processes; for one, a test of tests/distributed finds them not loaded.
-        *("mosar.distributed.mesh", "mosar.distributed.team"),
+        "mosar.distributed.team",
     },
     "distributed": {
         *("torch", "mosar.core", "mosar.distributed", "mosar.geometries", "mosar.model"),
@@ -65,7 +65,8 @@ MAY_IMPORT = {
     "planning": {
         *("torch", "rich", "mosar.core", "mosar.geometries", "mosar.planning", "mosar.records"),
         # What a run is configured with, never how it is trained.
-        *("mosar.model.config", "mosar.training.config"),
+        *("mosar.model.config", "mosar.training.config", "mosar.training.mesh"),
+        "mosar.training.share",
     },
     "integrations/megatron": {
         *("torch", "megatron", "mosar.attention", "mosar.core", "mosar.integrations.megatron"),

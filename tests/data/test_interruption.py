@@ -97,9 +97,9 @@ def test_ctrl_c_cleans_up(tmp_path, long_sources):
     process = start(*long_sources, "--out", out)
     wait_for(lambda: packed_bytes(out) > 0, process)
     printed, errors = stop(process, signal.SIGINT)
-    assert process.returncode == 1
+    assert process.returncode == 130
     assert printed == ""
-    assert errors.splitlines()[-1] == "mosar: error: stopped; nothing was left behind"
+    assert errors.splitlines()[-1] == "mosar: stopped; nothing was left behind"
     assert [path.name for path in tmp_path.iterdir()] == ["sources"]
 
 

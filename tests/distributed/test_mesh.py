@@ -7,11 +7,11 @@ import pytest
 from typer.testing import CliRunner
 
 from mosar.cli import app
-from mosar.distributed.mesh import SPLIT_GEOMETRIES, Mesh, check_mesh
 from mosar.distributed.tensor import _SPLIT
 from mosar.geometries import GEOMETRIES
 from mosar.training.config import DistributedConfig, RunConfig, TrainConfig, changed_config
 from mosar.training.errors import TrainingError
+from mosar.training.mesh import SPLIT_GEOMETRIES, Mesh, check_mesh
 from mosar.training.share import Share
 from mosar.training.team import open_team
 
@@ -35,18 +35,18 @@ REFUSED = [
         "distributed.shard = 3 does not divide",
     ),
     (16, (), "= 8 windows, which distributed.data x distributed.shard = 16"),
-    (3, ("distributed.tensor=3",), "model.num_heads=4 cannot be divided over distributed.tensor=3"),
+    (3, ("distributed.tensor=3",), "distributed.tensor=3 must divide model.num_heads=4"),
     (
         *(4, ("distributed.tensor=4", "model.ffn_size=6")),
-        "model.ffn_size=6 cannot be divided over distributed.tensor=4",
+        "distributed.tensor=4 must divide model.ffn_size=6",
     ),
     (
         *(4, ("distributed.tensor=4", "model.num_heads=12", "model.num_kv_heads=6")),
-        "model.num_kv_heads=6 must be a multiple of distributed.tensor=4, or divide it",
+        "distributed.tensor=4 must divide model.num_kv_heads=6, or be a multiple of it",
     ),
     (
         *(4, ("distributed.tensor=4", "attention.routing_groups=2")),
-        "attention.routing_groups=2 must be 1 or a multiple of distributed.tensor=4",
+        "distributed.tensor=4 must divide attention.routing_groups=2",
     ),
     (
         *(2, ("train.device=cuda:0",)),
@@ -167,3 +167,26 @@ def test_one_process_imports_nothing_of_this(dataset, tmp_path):
         check=True,
     )
     assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE=two"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0"),
+        ({"WORLD_SIZE": "2"}, "RANK not set"),
+        ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK=2 and WORLD_SIZE=2"),
+        ({"WORLD_SIZE": "2", "RANK": "0"}, "MASTER_ADDR and MASTER_PORT not set"),
+    ],
+)
+def test_half_an_environment_is_one_line(dataset, tmp_path, monkeypatch, variables, said):
+    for name in ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    words = ["train", "--preset", "smoke", "--data", str(dataset), "--out", str(tmp_path / "run")]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 1
+    (line,) = result.stderr.splitlines()
+    assert said in line and "torchrun --nproc-per-node N -m mosar train" in line
+    assert not list(tmp_path.iterdir())

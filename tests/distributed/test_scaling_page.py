@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mosar.distributed.mesh import Mesh
+from mosar.training.mesh import Mesh
 from torchrun_commands import check_torchrun
 
 PAGE = Path(__file__).parents[2] / "docs" / "scaling.md"

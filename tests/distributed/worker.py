@@ -2,13 +2,15 @@
 
 import json
 import sys
+import time
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from mosar.distributed.build import tensor_dim
+from mosar.distributed.build import TENSOR, split_dim
 from mosar.distributed.tensor import local
 from mosar.model.decoder import Decoder
 from mosar.training.batches import open_batches
@@ -18,6 +20,7 @@ from mosar.training.learner import Learner
 from mosar.training.loop import train
 from mosar.training.objective import Objective
 from mosar.training.team import launched, open_team
+from planning.peak import peak_of_update
 
 
 def configure(job):
@@ -77,7 +80,7 @@ def gradient_job(job):
 
 def own_part(whole, parameter):
     """What a process that holds `parameter` holds of a whole tensor of the same name."""
-    dim = tensor_dim(parameter)
+    dim = split_dim(parameter, TENSOR)
     if dim is None:
         return whole.detach()
     ranks = parameter.device_mesh["tensor"] if parameter.device_mesh.ndim > 1 else None
@@ -100,10 +103,51 @@ def spoilt_job(job):
         assert names == [job["parameter"]], names
 
 
+def cost_job(job):
+    """Bytes that one update sends, by operation, and the most memory that it holds."""
+    config = configure(job)
+    team = open_team(config)
+    with team.running(Path(job["data"])):
+        learner = Learner.build(config, open_batches(config, team.share), team=team)
+        with counted(("all_reduce", "all_gather_single", "reduce_scatter_single")) as sent:
+            peak = peak_of_update(learner)
+    # The peak is that of the second of two updates.
+    sent = {name: size // 2 for name, size in sent.items()}
+    if launched()[0] == 0:
+        Path(job["out"]).write_text(json.dumps({"sent": sent, "peak": peak}))
+
+
+@contextmanager
+def counted(names):
+    """Adds up the bytes of messages; small ones
+    (figures, norms) are not the plan's."""
+    kept = {name: getattr(dist, name) for name in names}
+    sent = dict.fromkeys(names, 0)
+
+    def wrap(name):
+        def call(*tensors, **options):
+            # The whole: of an all-gather the output, of a reduce-scatter the input.
+            largest = max(x.nbytes for x in (*tensors, *options.values()) if torch.is_tensor(x))
+            sent[name] += largest if largest > 1024 else 0
+            kept[name](*tensors, **options | {"async_op": False})
+            # The network's thread lets go of the tensors first: profiles see this one's memory.
+            time.sleep(0.002)
+
+        return call
+
+    for name in sent:
+        setattr(dist, name, wrap(name))
+    try:
+        yield sent
+    finally:
+        for name, function in kept.items():
+            setattr(dist, name, function)
+
+
 def main():
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    kinds = {"train": train_job, "gradients": gradient_job, "spoilt": spoilt_job}
+    kinds = {"train": train_job, "gradients": gradient_job, "spoilt": spoilt_job, "cost": cost_job}
     for job in json.loads(Path(sys.argv[1]).read_text()):
         kinds[job.get("kind", "train")](job)
     dist.barrier()

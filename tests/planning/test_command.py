@@ -96,6 +96,10 @@ def test_density_of_records_and_of_numbers(tmp_path, request):
         (("--density", "nowhere"), "--density must be paper, small, a number, or a folder"),
         (("--density", "1.5"), "--density must be a share in (0, 1], got 1.5"),
         (("--variant", "rope", "--density", "small"), "rope has no routers"),
+        (
+            ("--variant", "rope", "--set", "attention.geometry=mosar"),
+            "no density curve of rope with attention.geometry=mosar; give --density a number",
+        ),
         (("--plot", "a.gif"), "--plot must end in one of .png, .svg, .pdf"),
     ],
 )

@@ -6,28 +6,33 @@ from hypothesis import strategies as st
 
 from mosar.planning.communication import data_bytes, shard_bytes, tensor_bytes
 from mosar.planning.errors import PlanError
-from mosar.planning.mesh import Mesh, fitting_meshes
+from mosar.planning.mesh import fitting_meshes
 from mosar.planning.parameters import parameter_parts, tensor_part
 from mosar.planning.plan import PEAK, make_plan
+from mosar.training.mesh import Mesh
 from planning.configs import small_config
 
 # 4 query heads, 2 key heads, feed-forward of 192.
-MODEL = small_config().model
+CONFIG = small_config()
+
+
+def meshes_of(config, *sizes):
+    return fitting_meshes(config.model, config.attention, *sizes)
 
 
 @given(st.integers(1, 48))
 def test_every_mesh_uses_all_ranks_and_divides_the_heads(gpus):
-    meshes = fitting_meshes(MODEL, gpus, None, None, None)
+    meshes = meshes_of(CONFIG, gpus)
     assert meshes[0] == Mesh(data=gpus)
     assert len(set(meshes)) == len(meshes)
     for mesh in meshes:
-        assert mesh.gpus == gpus
+        assert mesh.num_processes == gpus
         assert mesh.tensor in (1, 2, 4)
 
 
 def test_given_sizes_are_kept():
-    assert fitting_meshes(MODEL, 8, None, 2, 2) == [Mesh(2, 2, 2)]
-    assert fitting_meshes(MODEL, 8, 2, None, 4) == [Mesh(2, 1, 4)]
+    assert meshes_of(CONFIG, 8, None, 2, 2) == [Mesh(2, 2, 2)]
+    assert meshes_of(CONFIG, 8, 2, None, 4) == [Mesh(2, 1, 4)]
 
 
 @pytest.mark.parametrize(
@@ -41,23 +46,24 @@ def test_given_sizes_are_kept():
     ],
 )
 def test_what_does_not_fit_is_said(sizes, said):
-    *sizes, model = (*sizes[:4], small_config("mosar", "smoke", *sizes[4:]).model)
+    *sizes, config = (*sizes[:4], small_config("mosar", "smoke", *sizes[4:]))
     if said is None:
-        assert fitting_meshes(model, *sizes)
+        assert meshes_of(config, *sizes)
         return
     with pytest.raises(PlanError, match=said.replace("(", r"\(")):
-        fitting_meshes(model, *sizes)
+        meshes_of(config, *sizes)
 
 
 def test_key_heads_that_neither_divide_nor_are_divided():
-    model = small_config("mosar", "smoke", "model.num_heads=12", "model.num_kv_heads=3").model
+    config = small_config("mosar", "smoke", "model.num_heads=12", "model.num_kv_heads=3")
     with pytest.raises(PlanError, match=r"--tensor 2 must divide model.num_kv_heads=3, or be a"):
-        fitting_meshes(model, 2, None, None, 2)
+        meshes_of(config, 2, None, None, 2)
 
 
 def test_a_routing_group_stays_on_a_rank():
-    assert {mesh.tensor for mesh in fitting_meshes(MODEL, 4, None, None, None, groups=2)} == {1, 2}
     grouped = small_config("mosar", "smoke", "attention.routing_groups=2")
+    assert {mesh.tensor for mesh in meshes_of(grouped, 4)} == {1, 2}
+    assert meshes_of(CONFIG, 2**20)[-1].tensor == 4, "many ranks, at once"
     with pytest.raises(PlanError, match=r"--tensor 4 must divide attention.routing_groups=2"):
         make_plan(grouped, context=64, gpus=4, tensor=4)
 
@@ -90,12 +96,16 @@ def test_windows_are_divided_among_readers():
 
 def test_what_a_ring_sends():
     config = small_config("mosar", "smoke")
-    held = tensor_part(parameter_parts(config.model, config.attention), config.model, Mesh())
+    held = tensor_part(parameter_parts(config), config.model, Mesh())
+    root = config.model.hidden_size * (config.model.vocab_size + 1)
     # Each rank sends its part of the gradient to the next, ranks - 1 times, twice over.
-    assert data_bytes(Mesh(data=4), held, 5) == pytest.approx(2 * 3 * (4 * held / 4))
-    assert data_bytes(Mesh(data=4, shard=2), held, 5) == pytest.approx(5 * 2 * 3 * (4 * held / 8))
-    assert shard_bytes(Mesh(shard=4), held, 5) == pytest.approx(5 * 3 * 3 * (4 * held / 4))
-    assert data_bytes(Mesh(), held, 5) == shard_bytes(Mesh(), held, 5) == 0
+    assert data_bytes(config, Mesh(data=4), 5) == pytest.approx(2 * 3 * (4 * held / 4))
+    both = Mesh(data=4, shard=2)
+    assert data_bytes(config, both, 5) == pytest.approx(5 * 2 * 3 * (4 * held / 8))
+    # What is outside of the layers is gathered once, and stays.
+    sent = 5 * 3 * 4 * (3 * held - root) / 4
+    assert shard_bytes(config, Mesh(shard=4), 5) == pytest.approx(sent)
+    assert data_bytes(config, Mesh(), 5) == shard_bytes(config, Mesh(), 5) == 0
 
 
 def test_what_tensor_ranks_send():

@@ -18,6 +18,7 @@ from mosar.training.checkpoints import (
     prune_checkpoints,
     read_checkpoint,
     remove_unfinished,
+    restore_optimizer,
     write_checkpoint,
 )
 
@@ -174,3 +175,16 @@ def test_a_killed_write_is_cleaned_up(tmp_path, monkeypatch):
     assert newest_checkpoint(tmp_path, pytest.fail).step == 10
     remove_unfinished(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000010"]
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_steps_are_counted_where_the_optimizer_wants_them(fused):
+    """On a GPU a fused optimizer refuses a count of steps on the CPU; the others keep it there."""
+    parameter = torch.nn.Parameter(torch.empty(3, device="meta"))
+    optimizer = torch.optim.AdamW([parameter])
+    optimizer.param_groups[0]["fused"] = fused
+    saved = {"step.gain": torch.tensor(3.0), "exp_avg.gain": torch.zeros(3)}
+    restore_optimizer(optimizer, {parameter: "gain"}, saved)
+    state = optimizer.state[parameter]
+    assert state["exp_avg"].device.type == "meta"
+    assert state["step"].device.type == ("meta" if fused else "cpu")

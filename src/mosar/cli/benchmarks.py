@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
 from mosar.cli.app import bench_app
 from mosar.cli.shared import (
     CommandFailed,
+    Threads,
     figure_suffix,
     listed,
     load_config,
     numbers,
     one_line_errors,
+    reported,
+    use_threads,
     write_whole,
 )
 
@@ -66,9 +70,7 @@ def bench_attention(
         ),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of labels, queries, keys and values.")] = 0,
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="Threads of torch; by default as torch chooses.")
-    ] = None,
+    threads: Threads = None,
     seconds: Annotated[
         float, typer.Option(help="About how long a row is timed; 5 to 30 rounds in any case.")
     ] = 10.0,
@@ -100,13 +102,11 @@ def bench_attention(
     """
     with one_line_errors():
         geometry = load_config(config, None)
-        import torch
-
         from mosar.bench.attention import AttentionBenchmarkSettings
         from mosar.bench.cases import Shape
         from mosar.bench.terminal import show_attention_benchmark
 
-        try:
+        with reported():
             settings = AttentionBenchmarkSettings(
                 modes=listed(mode),
                 shapes=tuple(Shape.parse(shape) for shape in listed(shapes)),
@@ -120,29 +120,13 @@ def bench_attention(
                 device=device,
                 dtype=dtype,
             )
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from None
-        # A long run must not end in a file that cannot be written.
         suffix = None if plot is None else figure_suffix("--plot", plot)
-        for path in (path for path in (json, plot) if path is not None):
-            if not path.absolute().parent.is_dir():
-                raise CommandFailed(f"cannot write {path}: its folder does not exist")
-        if threads is not None:
-            torch.set_num_threads(threads)
-        try:
-            records = show_attention_benchmark(settings, json)
-        except OSError as error:
-            reason = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-            raise CommandFailed(reason) from None
-        except (ValueError, RuntimeError) as error:
-            raise CommandFailed(str(error)) from None
+        records = _measure(partial(show_attention_benchmark, settings), threads, json, plot)
         if plot is not None and any(record.speedup is not None for record in records):
             from mosar.report.figures import draw_speedup, render_figure
 
             write_whole(plot, render_figure(draw_speedup(records), suffix or ""))
-        wrong = [record for record in records if not record.correct]
-        if wrong:
-            raise CommandFailed(f"{len(wrong)} of {len(records)} rows gave a wrong result")
+        _refuse_wrong(records)
 
 
 @bench_app.command("train")
@@ -155,9 +139,7 @@ def bench_train(
     memory: Annotated[
         str, typer.Option(help="Tokens at which peak memory is measured, or none.")
     ] = "2048",
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="Threads of torch; by default as torch chooses.")
-    ] = None,
+    threads: Threads = None,
     seconds: Annotated[
         float, typer.Option(help="About how long a row is timed; 5 to 30 rounds in any case.")
     ] = 60.0,
@@ -176,12 +158,10 @@ def bench_train(
     Example: mosar bench train --lengths 512 --softcap plain --seconds 20 --json train.jsonl
     """
     with one_line_errors():
-        import torch
-
         from mosar.bench.terminal import show_training_benchmark
         from mosar.bench.training import TrainingBenchmarkSettings
 
-        try:
+        with reported():
             settings = TrainingBenchmarkSettings(
                 lengths=numbers("--lengths", lengths),
                 settings=listed(softcap),
@@ -189,22 +169,7 @@ def bench_train(
                 memory_lengths=_memory_lengths(memory) or (),
                 seconds=seconds,
             )
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from None
-        if json is not None and not json.absolute().parent.is_dir():
-            raise CommandFailed(f"cannot write {json}: its folder does not exist")
-        if threads is not None:
-            torch.set_num_threads(threads)
-        try:
-            records = show_training_benchmark(settings, json)
-        except OSError as error:
-            reason = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-            raise CommandFailed(reason) from None
-        except (ValueError, RuntimeError) as error:
-            raise CommandFailed(str(error)) from None
-        wrong = [record for record in records if not record.correct]
-        if wrong:
-            raise CommandFailed(f"{len(wrong)} of {len(records)} rows gave a wrong result")
+        _refuse_wrong(_measure(partial(show_training_benchmark, settings), threads, json))
 
 
 @bench_app.command("decode")
@@ -235,9 +200,7 @@ def bench_decode(
         ),
     ] = "independent",
     seed: Annotated[int, typer.Option(min=0, help="Of labels, queries, keys and values.")] = 0,
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="Threads of torch; by default as torch chooses.")
-    ] = None,
+    threads: Threads = None,
     seconds: Annotated[
         float | None,
         typer.Option(
@@ -270,15 +233,13 @@ def bench_decode(
     """
     with one_line_errors():
         geometry = load_config(config, None)
-        import torch
-
         from mosar.bench import terminal
         from mosar.bench.cases import Shape
         from mosar.bench.decode import DecodeBenchmarkSettings
         from mosar.bench.decode_model import ModelDecodeSettings
 
         common: dict[str, Any] = {"labels": labels, "seed": seed, "config": geometry}
-        try:
+        with reported():
             if lengths is not None:
                 common["lengths"] = numbers("--lengths", lengths)
             if seconds is not None:
@@ -289,22 +250,29 @@ def bench_decode(
             else:
                 settings = ModelDecodeSettings(model=model, **common)
                 run = partial(terminal.show_model_decode_benchmark, settings)
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from None
-        if json is not None and not json.absolute().parent.is_dir():
-            raise CommandFailed(f"cannot write {json}: its folder does not exist")
-        if threads is not None:
-            torch.set_num_threads(threads)
-        try:
-            records = run(json)
-        except OSError as error:
-            reason = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-            raise CommandFailed(reason) from None
-        except (ValueError, RuntimeError) as error:
-            raise CommandFailed(str(error)) from None
-        wrong = [record for record in records if not record.correct]
-        if wrong:
-            raise CommandFailed(f"{len(wrong)} of {len(records)} rows gave a wrong result")
+        _refuse_wrong(_measure(run, threads, json))
+
+
+Rows = TypeVar("Rows", bound=Sequence[Any])
+
+
+def _measure(
+    show: Callable[[Path | None], Rows], threads: int | None, json: Path | None, *files: Path | None
+) -> Rows:
+    """The rows of a benchmark, appended to `json`; `files` are to be written after it."""
+    # A long run must not end in a file that cannot be written.
+    for path in (json, *files):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise CommandFailed(f"cannot write {path}: its folder does not exist")
+    use_threads(threads)
+    with reported(ValueError, RuntimeError):
+        return show(json)
+
+
+def _refuse_wrong(records: Sequence[Any]) -> None:
+    wrong = [record for record in records if not record.correct]
+    if wrong:
+        raise CommandFailed(f"{len(wrong)} of {len(records)} rows gave a wrong result")
 
 
 def _memory_lengths(text: str | None) -> tuple[int, ...] | None:

@@ -8,7 +8,11 @@ from typing import Annotated
 import typer
 
 from mosar.cli.app import app
-from mosar.cli.shared import CommandFailed, one_line_errors
+from mosar.cli.shared import (
+    interruptible,
+    one_line_errors,
+    reported,
+)
 
 
 @app.command("prepare")
@@ -64,7 +68,7 @@ def prepare(
         from mosar.data.errors import DataError
         from mosar.data.prepare import prepare_command
 
-        try:
+        with reported(DataError), interruptible("stopped; nothing was left behind"):
             prepare_command(
                 sources or (),
                 out,
@@ -77,12 +81,3 @@ def prepare(
                 end_of_text=end_of_text,
                 force=force,
             )
-        except DataError as error:
-            raise CommandFailed(str(error)) from None
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from None
-        except OSError as error:
-            reason = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-            raise CommandFailed(reason) from None
-        except KeyboardInterrupt:
-            raise CommandFailed("stopped; nothing was left behind") from None

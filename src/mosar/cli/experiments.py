@@ -9,7 +9,20 @@ import typer
 
 from mosar.cli.app import app
 from mosar.cli.retrofitting import evaluate_retrofitted, report_retrofitted
-from mosar.cli.shared import CommandFailed, listed, one_line_errors, without_matplotlib
+from mosar.cli.shared import (
+    CommandFailed,
+    Progress,
+    Threads,
+    interruptible,
+    listed,
+    one_line_errors,
+    reported,
+    set_option,
+    use_threads,
+    without_matplotlib,
+)
+
+KEPT = "stopped; what was finished is in the run folder"
 
 
 @app.command("evaluate")
@@ -82,10 +95,8 @@ def evaluate(
     json: Annotated[
         Path | None, typer.Option(help="Append the records to this file.", show_default=False)
     ] = None,
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="Threads of torch; by default as torch chooses.")
-    ] = None,
-    progress: Annotated[bool, typer.Option(help="Show progress on stderr.")] = True,
+    threads: Threads = None,
+    progress: Progress = True,
 ) -> None:
     """Evaluate a run: perplexity by length and routing, reach, density, discarded mass.
 
@@ -102,25 +113,23 @@ def evaluate(
     Example: mosar evaluate runs/smollm2 --lengths 2048,8192 --baseline-windows 128,512,1088
     """
     with one_line_errors():
-        import torch
-
         from mosar.data.errors import DataError
         from mosar.evaluation.command import run_evaluate_command
         from mosar.evaluation.errors import EvaluationError
 
-        if threads is not None:
-            torch.set_num_threads(threads)
+        use_threads(threads)
         if (run / "adapter.json").is_file():
             options = {"lengths": lengths, "routing": routing, "data": data, "tokens": tokens}
             options |= {"documents": documents, "windows": baseline_windows, "timing": timing}
             options |= {"force": force, "json": json, "progress": progress}
             foreign = {"--step": step, "--against": against, "--details": details or None}
             _refuse_options(foreign, "is for runs of mosar train, and this was retrofitted")
-            evaluate_retrofitted(run, **options)
+            with interruptible(KEPT):
+                evaluate_retrofitted(run, **options)
             return
         own = {"--documents": documents, "--baseline-windows": baseline_windows, "--timing": timing}
         _refuse_options(own, "is for retrofitted models")
-        try:
+        with reported(DataError, EvaluationError), interruptible(KEPT):
             run_evaluate_command(
                 run,
                 lengths=listed(lengths),
@@ -134,15 +143,6 @@ def evaluate(
                 json=json,
                 progress=progress,
             )
-        except (DataError, EvaluationError) as error:
-            raise CommandFailed(str(error)) from None
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from None
-        except OSError as error:
-            reason = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-            raise CommandFailed(reason) from None
-        except KeyboardInterrupt:
-            raise CommandFailed("stopped; what was finished is in the run folder") from None
 
 
 def _refuse_options(given: dict[str, object], why: str) -> None:
@@ -187,12 +187,7 @@ def reproduce(
     ] = None,
     changes: Annotated[
         list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="A change to every cell, like train.steps=60; may be given again.",
-            show_default=False,
-        ),
+        set_option("A change to every cell, like train.steps=60; may be given again."),
     ] = None,
     lengths: Annotated[
         str, typer.Option(help="To evaluate at: times the training length, or tokens.")
@@ -205,10 +200,8 @@ def reproduce(
             show_default=False,
         ),
     ] = None,
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="Threads of torch; by default as torch chooses.")
-    ] = None,
-    progress: Annotated[bool, typer.Option(help="Show progress on stderr.")] = True,
+    threads: Threads = None,
+    progress: Progress = True,
 ) -> None:
     """Run the paper's comparison: train the variants, evaluate them, make the report.
 
@@ -224,17 +217,20 @@ def reproduce(
     Example: mosar reproduce --variants mosar --grid attention.barrier=4,6,8 --out runs/barrier
     """
     with one_line_errors():
-        import torch
-
         from mosar.data.errors import DataError
         from mosar.experiments.command import run_reproduce_command
         from mosar.experiments.run import ExperimentError
         from mosar.experiments.work import count_cells
-        from mosar.training.errors import TrainingError, TrainingInterrupted
+        from mosar.training.errors import TrainingError
 
-        if threads is not None:
-            torch.set_num_threads(threads)
-        try:
+        use_threads(threads)
+        with (
+            reported(DataError, ExperimentError, TrainingError),
+            interruptible(
+                "stopped; the same command goes on",
+                "stopped and saved; the same command goes on",
+            ),
+        ):
             result = run_reproduce_command(
                 out,
                 preset=preset,
@@ -247,16 +243,6 @@ def reproduce(
                 eval_tokens=eval_tokens,
                 progress=progress,
             )
-        except TrainingInterrupted as error:
-            typer.echo("mosar: stopped and saved; the same command goes on", err=True)
-            raise typer.Exit(error.exit_code) from None
-        except KeyboardInterrupt:
-            typer.echo("mosar: stopped; the same command goes on", err=True)
-            raise typer.Exit(130) from None
-        except (DataError, ExperimentError, TrainingError) as error:
-            raise CommandFailed(str(error)) from None
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from None
         if result.finished:
             _show_report(out, None)
         if result.failed:
@@ -292,10 +278,8 @@ def report(
         if any(folder.glob("adapter.json")) or any(folder.glob("*/adapter.json")):
             if out is not None:
                 raise typer.BadParameter("--out is for experiments; a retrofit's is in its folder")
-            try:
+            with reported(ValueError, KeyError):
                 report_retrofitted(folder)
-            except (OSError, ValueError, KeyError) as error:
-                raise CommandFailed(" ".join(str(error).split())) from None
             return
         _show_report(folder, out)
 
@@ -310,11 +294,9 @@ def _show_report(folder: Path, out: Path | None) -> None:
         raise without_matplotlib(error) from None
     from rich.console import Console
 
-    try:
+    with reported(ReportError):
         page = write_report(folder, out)
         experiment = load_experiment(folder)
-    except ReportError as error:
-        raise CommandFailed(str(error)) from None
     console = Console()
     if experiment.evaluations:
         console.print(main_table_renderable(experiment, console.width))

@@ -9,7 +9,12 @@ from typing import Annotated
 import typer
 
 from mosar.cli.app import figure_app
-from mosar.cli.shared import figure_suffix, load_config, one_line_errors, write_whole
+from mosar.cli.shared import (
+    figure_suffix,
+    load_config,
+    one_line_errors,
+    write_whole,
+)
 
 
 @figure_app.command("decay-kernels")

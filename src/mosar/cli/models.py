@@ -11,7 +11,13 @@ from typing import Annotated
 import typer
 
 from mosar.cli.app import app
-from mosar.cli.shared import CommandFailed, one_line_errors
+from mosar.cli.shared import (
+    CommandFailed,
+    Threads,
+    one_line_errors,
+    reported,
+    use_threads,
+)
 
 
 @app.command("generate")
@@ -68,9 +74,7 @@ def generate(
     stats: Annotated[
         bool, typer.Option("--stats", help="Speed, cache size and density, on stderr.")
     ] = False,
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="Threads of torch; by default as torch chooses.")
-    ] = None,
+    threads: Threads = None,
 ) -> None:
     """Write text with a trained model, token by token on stdout.
 
@@ -79,13 +83,10 @@ def generate(
     Example: mosar generate exported --prompt - --temperature 0 --max-new-tokens 50 < prompt.txt
     """
     with one_line_errors():
-        import torch
-
         from mosar.generation.command import run_generate_command
         from mosar.generation.source import GenerationError
 
-        if threads is not None:
-            torch.set_num_threads(threads)
+        use_threads(threads)
         try:
             run_generate_command(
                 model,
@@ -188,12 +189,5 @@ def _hf_errors() -> Iterator[None]:
         from mosar.integrations.hf.errors import ModelFolderError
     except ModuleNotFoundError as error:
         raise CommandFailed(str(error)) from None
-    try:
+    with reported(ModelFolderError):
         yield
-    except ModelFolderError as error:
-        raise CommandFailed(str(error)) from None
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    except OSError as error:
-        reason = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-        raise CommandFailed(reason) from None

@@ -8,7 +8,13 @@ from typing import Annotated
 import typer
 
 from mosar.cli.app import app
-from mosar.cli.shared import CommandFailed, figure_suffix, one_line_errors, write_whole
+from mosar.cli.shared import (
+    figure_suffix,
+    one_line_errors,
+    reported,
+    set_option,
+    write_whole,
+)
 
 
 @app.command("plan")
@@ -69,11 +75,8 @@ def plan(
     ] = None,
     changes: Annotated[
         list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="A change like train.precision=bf16; may be given again. Keys: docs/training.md.",
-            show_default=False,
+        set_option(
+            "A change like train.precision=bf16; may be given again. Keys: docs/training.md."
         ),
     ] = None,
     json_file: Annotated[
@@ -107,7 +110,7 @@ def plan(
         from mosar.planning.errors import PlanError
 
         suffix = None if plot is None else figure_suffix("--plot", plot)
-        try:
+        with reported(PlanError):
             made = plan_command(
                 preset=preset,
                 variant=variant,
@@ -121,10 +124,6 @@ def plan(
                 density=density,
                 changes=changes or [],
             )
-        except PlanError as error:
-            raise CommandFailed(str(error)) from None
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from None
         values = made.to_dict()
         if plot is not None and suffix is not None:
             from mosar.report.figures import render_figure

@@ -10,10 +10,16 @@ import typer
 from mosar.cli.app import app
 from mosar.cli.shared import (
     CommandFailed,
+    Progress,
+    Threads,
+    interruptible,
     listed,
     load_config,
     numbers,
     one_line_errors,
+    reported,
+    set_option,
+    use_threads,
     without_matplotlib,
 )
 
@@ -62,12 +68,7 @@ def retrofit(
     ] = None,
     changes: Annotated[
         list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="A change like updates=4; may be given again. Keys: docs/retrofit.md.",
-            show_default=False,
-        ),
+        set_option("A change like updates=4; may be given again. Keys: docs/retrofit.md."),
     ] = None,
     start_from: Annotated[
         Path | None,
@@ -82,10 +83,8 @@ def retrofit(
     evaluate: Annotated[
         bool, typer.Option(help="Afterwards: perplexity, prefill time and cache.")
     ] = True,
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="Threads of torch; by default as torch chooses.")
-    ] = None,
-    progress: Annotated[bool, typer.Option(help="Show progress on stderr.")] = True,
+    threads: Threads = None,
+    progress: Progress = True,
 ) -> None:
     """Give a pretrained model routers: train them alone, the model stays as it is.
 
@@ -99,10 +98,8 @@ def retrofit(
     Example: mosar retrofit models/mine --out runs/try --length 1024 --steps 10 --no-evaluate
     """
     with one_line_errors():
-        import torch
-
         from mosar.data.errors import DataError
-        from mosar.training.errors import TrainingError, TrainingInterrupted
+        from mosar.training.errors import TrainingError
 
         geometry = None if config is None else load_config(config, None)
         try:
@@ -114,9 +111,8 @@ def retrofit(
             raise CommandFailed(
                 'retrofitting needs transformers, which is not installed: pip install "mosar[hf]"'
             ) from None
-        if threads is not None:
-            torch.set_num_threads(threads)
-        try:
+        use_threads(threads)
+        with reported(DataError, RetrofitError, TrainingError), interruptible("stopped"):
             settings = resolve_settings(target_density, length, steps, changes or [])
             run_retrofit_command(
                 model,
@@ -131,16 +127,6 @@ def retrofit(
             )
             if evaluate:
                 report_retrofitted(out)
-        except TrainingInterrupted as error:
-            typer.echo(f"mosar: {error}", err=True)
-            raise typer.Exit(error.exit_code) from None
-        except (DataError, RetrofitError, TrainingError) as error:
-            raise CommandFailed(str(error)) from None
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from None
-        except OSError as error:
-            reason = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-            raise CommandFailed(reason) from None
 
 
 def evaluate_retrofitted(
@@ -161,7 +147,7 @@ def evaluate_retrofitted(
     from mosar.data.errors import DataError
     from mosar.integrations.retrofit.errors import RetrofitError
 
-    try:
+    with reported(DataError, RetrofitError):
         from mosar.integrations.retrofit.command import run_evaluate_retrofitted
 
         run_evaluate_retrofitted(
@@ -178,13 +164,6 @@ def evaluate_retrofitted(
             progress=progress,
         )
         report_retrofitted(folder)
-    except (DataError, RetrofitError) as error:
-        raise CommandFailed(str(error)) from None
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    except OSError as error:
-        reason = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-        raise CommandFailed(reason) from None
 
 
 def report_retrofitted(folder: Path) -> None:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -26,6 +26,58 @@ def one_line_errors() -> Iterator[None]:
         line = " ".join(str(error).split())
         typer.echo(f"mosar: error: {line}", err=True)
         raise typer.Exit(1) from None
+
+
+@contextmanager
+def reported(*failures: type[Exception]) -> Iterator[None]:
+    """`failures` and files that cannot be used as one line; other wrong values as wrong usage."""
+    try:
+        yield
+    except failures as error:
+        if getattr(error, "is_told_elsewhere", False):
+            raise typer.Exit(1) from None
+        raise CommandFailed(str(error)) from None
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    except OSError as error:
+        reason = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        raise CommandFailed(reason) from None
+
+
+@contextmanager
+def interruptible(stopped: str, saved: str | None = None) -> Iterator[None]:
+    """Ctrl-C and SIGTERM as one line, with the exit code that shells expect.
+
+    `stopped` is said where nothing was saved; `saved`, by default what the run says, where it was.
+    """
+    from mosar.training.errors import TrainingInterrupted
+
+    try:
+        yield
+    except TrainingInterrupted as error:
+        if not error.is_told_elsewhere:
+            typer.echo(f"mosar: {saved or error}", err=True)
+        raise typer.Exit(error.exit_code) from None
+    except KeyboardInterrupt:
+        typer.echo(f"mosar: {stopped}", err=True)
+        raise typer.Exit(130) from None
+
+
+Threads = Annotated[
+    int | None, typer.Option(min=1, help="Threads of torch; by default as torch chooses.")
+]
+Progress = Annotated[bool, typer.Option(help="Show progress on stderr.")]
+
+
+def set_option(help: str) -> Any:
+    return typer.Option("--set", metavar="KEY=VALUE", help=help, show_default=False)
+
+
+def use_threads(threads: int | None) -> None:
+    import torch
+
+    if threads is not None:
+        torch.set_num_threads(threads)
 
 
 def listed(text: str) -> tuple[str, ...]:

@@ -8,7 +8,15 @@ from typing import Annotated
 import typer
 
 from mosar.cli.app import app
-from mosar.cli.shared import CommandFailed, one_line_errors
+from mosar.cli.shared import (
+    Progress,
+    Threads,
+    interruptible,
+    one_line_errors,
+    reported,
+    set_option,
+    use_threads,
+)
 
 
 @app.command("train")
@@ -39,20 +47,13 @@ def train(
     ] = None,
     changes: Annotated[
         list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="A change like train.steps=60; may be given again. Keys: docs/training.md.",
-            show_default=False,
-        ),
+        set_option("A change like train.steps=60; may be given again. Keys: docs/training.md."),
     ] = None,
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="Threads of torch; by default as torch chooses.")
-    ] = None,
+    threads: Threads = None,
     resume: Annotated[
         bool, typer.Option(help="With --no-resume, a folder that holds a run is refused.")
     ] = True,
-    progress: Annotated[bool, typer.Option(help="Show progress on stderr.")] = True,
+    progress: Progress = True,
 ) -> None:
     """Train a variant, or go on with the run in --out, bit for bit as if it had never stopped.
 
@@ -66,27 +67,14 @@ def train(
     Example: mosar train --variant rope --preset smoke --out runs/try --set train.steps=60
     """
     with one_line_errors():
-        import torch
-
         from mosar.data.errors import DataError
         from mosar.training.command import choose_config, run_train_command
-        from mosar.training.errors import TrainingError, TrainingInterrupted
+        from mosar.training.errors import TrainingError
 
-        if threads is not None:
-            torch.set_num_threads(threads)
-        try:
+        use_threads(threads)
+        with reported(DataError, TrainingError), interruptible("stopped"):
             config = choose_config(out, variant, preset, data, changes or [])
             run_train_command(config, out, progress=progress, resume=resume)
-        except TrainingInterrupted as error:
-            if not error.is_told_elsewhere:
-                typer.echo(f"mosar: {error}", err=True)
-            raise typer.Exit(error.exit_code) from None
-        except (DataError, TrainingError) as error:
-            if isinstance(error, TrainingError) and error.is_told_elsewhere:
-                raise typer.Exit(1) from None
-            raise CommandFailed(str(error)) from None
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from None
 
 
 @app.command("consolidate")
@@ -109,11 +97,6 @@ def consolidate(
         from mosar.training.consolidate import consolidate as make_plain
         from mosar.training.errors import TrainingError
 
-        try:
+        with reported(TrainingError), interruptible("stopped; nothing was left behind"):
             made = make_plain(run, out, step)
-        except TrainingError as error:
-            raise CommandFailed(str(error)) from None
-        except OSError as error:
-            reason = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-            raise CommandFailed(reason) from None
         typer.echo(f"{out}: step {made} of {run}")

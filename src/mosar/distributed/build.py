@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from mosar.distributed.mesh import Mesh
 from mosar.distributed.tensor import TensorRanks, local, split_decoder
 from mosar.model.decoder import Decoder
 from mosar.training.config import RunConfig
+from mosar.training.mesh import Mesh
 
 DATA, SHARD, TENSOR = "data", "shard", "tensor"
 
@@ -27,34 +28,40 @@ def build_decoder(
     if mesh.tensor > 1:
         along = devices[TENSOR]
         split_decoder(decoder, TensorRanks(along, along.get_local_rank(), mesh.tensor))
-    if uses_fsdp(mesh):
+    if mesh.uses_fsdp:
         # A warning for models that write into what a layer gave them, which ours does not.
         warnings.filterwarnings("ignore", message=".*returned a view tensor")
         # With copies (HSDP) parameters are divided along the second dimension alone.
         along = devices[DATA, SHARD] if mesh.data > 1 else devices[SHARD]
-        for layer in decoder.layers:
-            fully_shard(layer, mesh=along)
-        fully_shard(decoder, mesh=along)
+        for module in (*decoder.layers, decoder):
+            fully_shard(module, mesh=along, shard_placement_fn=partial(_placement, mesh.shard))
     decoder.to_empty(device=torch.device(config.train.device))
     if initialise:
         _initialise(decoder, config.train.seed, devices)
     return decoder
 
 
-def uses_fsdp(mesh: Mesh) -> bool:
-    """Plain copies of an undivided model are left to DDP."""
-    return mesh.shard > 1 or (mesh.data > 1 and mesh.tensor > 1)
+def _placement(ranks: int, parameter: nn.Parameter) -> Shard | None:
+    """Along which dimension FSDP divides a parameter; None: the first, as it does by itself.
+
+    The first one of routers counts their groups, often one: all but one process would get padding.
+    """
+    shape = parameter.shape
+    if shape[0] >= ranks:
+        return None
+    even = [dim for dim in range(len(shape)) if shape[dim] % ranks == 0]
+    return Shard(max(even, key=shape.__getitem__)) if even else None
 
 
-def tensor_dim(parameter: Tensor) -> int | None:
-    """The dimension along which tensor parallelism divides a parameter; None: it does not."""
+def split_dim(parameter: Tensor, axis: str) -> int | None:
+    """The dimension along which processes of an axis divide a parameter; None: they do not."""
     if not isinstance(parameter, DTensor):
         return None
     names = parameter.device_mesh.mesh_dim_names or ()
-    if TENSOR not in names:
+    if axis not in names:
         return None
-    placement = parameter.placements[names.index(TENSOR)]
-    return placement.dim if isinstance(placement, Shard) else None
+    placement = parameter.placements[names.index(axis)]
+    return None if placement.is_replicate() else placement.dim  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @torch.no_grad()
@@ -64,11 +71,11 @@ def _initialise(decoder: Decoder, seed: int, devices: DeviceMesh) -> None:
         own = local(parameter.detach())
         part = torch.empty(parameter.shape, dtype=own.dtype, device=own.device)
         decoder.init_parameter(name, part, seed)
-        dim = tensor_dim(parameter)
-        if dim is not None:
-            part = part.chunk(devices[TENSOR].size(), dim)[devices[TENSOR].get_local_rank()]
-        if isinstance(parameter, DTensor) and SHARD in (parameter.device_mesh.mesh_dim_names or ()):
-            parts = part.chunk(devices[SHARD].size())
-            rank = devices[SHARD].get_local_rank()
-            part = parts[rank] if rank < len(parts) else part[:0]
+        for axis in (TENSOR, SHARD):
+            dim = split_dim(parameter, axis)
+            if dim is not None:
+                parts = part.chunk(devices[axis].size(), dim)
+                rank = devices[axis].get_local_rank()
+                # Where there are more processes than rows, the last ones have none.
+                part = parts[rank] if rank < len(parts) else part.narrow(dim, 0, 0)
         own.copy_(part)

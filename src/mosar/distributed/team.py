@@ -22,18 +22,18 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from mosar.distributed import checkpoint as sharded
-from mosar.distributed.build import DATA, SHARD, TENSOR, build_decoder, tensor_dim, uses_fsdp
-from mosar.distributed.mesh import Mesh
+from mosar.distributed.build import DATA, SHARD, TENSOR, build_decoder, split_dim
 from mosar.distributed.operators import add
 from mosar.distributed.tensor import local
 from mosar.model.decoder import Decoder
 from mosar.training.checkpoints import Checkpoint
 from mosar.training.config import RunConfig
 from mosar.training.errors import LostProcessError, TrainingError
+from mosar.training.mesh import Mesh
 from mosar.training.objective import Objective, Terms
 from mosar.training.precision import autocast
 from mosar.training.stopping import StopRequest
-from mosar.training.team import Team, launched
+from mosar.training.team import Team, environment_error, launched
 
 if TYPE_CHECKING:
     from mosar.training.learner import Learner
@@ -85,6 +85,9 @@ class ProcessTeam(Team):
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
             # What is said about the run, and not in it, goes through the CPU.
             backend = "cpu:gloo,cuda:nccl"
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+        if missing:
+            raise environment_error(f"{' and '.join(missing)} not set")
         timeout = timedelta(seconds=self.config.distributed.timeout)
         dist.init_process_group(backend, timeout=timeout)
 
@@ -137,7 +140,7 @@ class ProcessTeam(Team):
         return answer["value"]
 
     def _broadcast(self, value: Any) -> Any:
-        """The first process's value, as JSON: nothing is unpickled, not even between processes."""
+        """The first process's value, as JSON holds it."""
         data = json.dumps(value).encode() if self.is_first else b""
         size = torch.tensor(len(data))
         dist.broadcast(size, 0)
@@ -167,7 +170,7 @@ class ProcessTeam(Team):
 
     @property
     def _uses_ddp(self) -> bool:
-        return self.mesh.data > 1 and not uses_fsdp(self.mesh)
+        return self.mesh.data > 1 and not self.mesh.uses_fsdp
 
     def adapt_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """DTensors and plain tensors cannot be updated by one fused call: groups of either."""
@@ -213,7 +216,7 @@ class ProcessTeam(Team):
         return self._ddp.no_sync() if more and self._ddp is not None else nullcontext()
 
     def end_evaluation(self, decoder: Decoder) -> None:
-        if uses_fsdp(self.mesh):
+        if self.mesh.uses_fsdp:
             decoder.reshard()  # pyright: ignore[reportCallIssue]
 
     def sum(self, values: Tensor) -> Tensor:
@@ -225,13 +228,13 @@ class ProcessTeam(Team):
         whole, split = [], []
         for parameter in parameters:
             if parameter.grad is not None:
-                part = split if tensor_dim(parameter) is not None else whole
+                part = split if split_dim(parameter, TENSOR) is not None else whole
                 part.append(local(parameter.grad))
         # Each number of the gradient once: those that several processes hold count in one.
         square = _square(split)
         self._add(square, TENSOR)
         square += _square(whole)
-        if uses_fsdp(self.mesh):
+        if self.mesh.uses_fsdp:
             self._add(square, SHARD)
         return square.sqrt().float()
 

@@ -69,7 +69,14 @@ def choose_curves(config: RunConfig, density: str | None) -> list[DensityCurve]:
         density = "paper" if config.preset == "paper" else "small"
     if density in sources:
         order = [density, *(source for source in sources if source != density)]
-        return [packaged[f"{source}/{config.variant}"] for source in order]
+        curves = [packaged.get(f"{source}/{config.variant}") for source in order]
+        if None in curves:
+            raise PlanError(
+                f"there is no density curve of {config.variant} with attention.geometry="
+                f"{config.attention.geometry}; give --density a number or a folder with records, "
+                "or name the routed variant with --variant"
+            )
+        return [curve for curve in curves if curve is not None]
     try:
         number = float(density)
     except ValueError:

@@ -4,17 +4,21 @@
     all-gather or reduce-scatter to x bytes     (n - 1) / n x
 
 data     one all-reduce of the gradients; where FSDP makes it (with shard or tensor), one a pass
-shard    each pass gathers the parameters for forward and backward and scatters the gradients
-tensor   each layer sums its attention's and its feed-forward's output, forward and backward (and
-         again where activations are recomputed), and the routers' hidden sums and gradients; with
-         whole routing groups on each rank, routers send nothing
+shard    each pass gathers a layer's parameters for forward and again for backward, the others
+         (embedding, final norm) once, and scatters all gradients
+tensor   each layer sums the outputs of attention and feed-forward, and backward the gradients of
+         their inputs; routers sum their hidden numbers and backward the gradients of their
+         probabilities; where keys are copied (fewer key heads than ranks), so are the gradients of
+         keys and values, and the key router, whole on each rank, sums no hidden numbers. Forward
+         sums once more where activations are recomputed. With whole routing groups on each rank
+         routers send nothing
 """
 
 from __future__ import annotations
 
-from mosar.planning.mesh import Mesh
-from mosar.planning.parameters import is_routed
+from mosar.planning.parameters import is_routed, parameter_parts, tensor_part
 from mosar.training.config import RunConfig
+from mosar.training.mesh import Mesh
 
 
 def all_reduce(size: float, ranks: int) -> float:
@@ -25,25 +29,30 @@ def gather(size: float, ranks: int) -> float:
     return (ranks - 1) / ranks * size
 
 
-def data_bytes(mesh: Mesh, held: float, passes: int) -> float:
-    """`held`: parameters of a tensor-parallel rank before sharding."""
-    times = passes if mesh.shard > 1 or mesh.tensor > 1 else 1
-    return times * all_reduce(4 * held / mesh.shard, mesh.data)
+def data_bytes(config: RunConfig, mesh: Mesh, passes: int) -> float:
+    held = tensor_part(parameter_parts(config), config.model, mesh)
+    return (passes if mesh.uses_fsdp else 1) * all_reduce(4 * held / mesh.shard, mesh.data)
 
 
-def shard_bytes(mesh: Mesh, held: float, passes: int) -> float:
-    return passes * 3 * gather(4 * held, mesh.shard)
+def shard_bytes(config: RunConfig, mesh: Mesh, passes: int) -> float:
+    parts = parameter_parts(config)
+    root = [part for part in parts if part.place == "root"]
+    held, once = (tensor_part(some, config.model, mesh) for some in (parts, root))
+    return passes * gather(4 * (3 * held - once), mesh.shard)
 
 
 def tensor_bytes(config: RunConfig, mesh: Mesh, tokens: int) -> float:
     """`tokens`: of all passes of the update on one rank."""
     model, train = config.model, config.train
+    # Autocast's outputs are narrow, keys and values too; the gradients of the stream are not.
     width = 2 if train.precision == "bf16" else 4
     forwards = 2 if train.checkpoint_activations else 1
-    layer = 2 * (forwards + 1) * model.hidden_size * width
-    groups = config.attention.routing_groups
-    if is_routed(config.attention) and groups % mesh.tensor:
+    layer = 2 * model.hidden_size * (forwards * width + 4)
+    copies_keys = mesh.copies_keys(model.num_kv_heads)
+    if copies_keys:
+        layer += width * 2 * model.num_kv_heads * model.head_dim
+    if is_routed(config.attention) and config.attention.routing_groups == 1:
         mosar = config.attention.mosar_config(model.max_length)
-        hidden, regimes = mosar.router_hidden, mosar.num_regimes
-        layer += 2 * groups * 4 * (forwards * hidden + regimes)
+        summed = 1 if copies_keys else 2
+        layer += 4 * (forwards * summed * mosar.router_hidden + 2 * mosar.num_regimes)
     return all_reduce(float(tokens * model.num_layers * layer), mesh.tensor)

@@ -6,13 +6,14 @@
 P_mn is the share of query and key choices (m, n), mean over layers: queries and keys are taken to
 choose independently of each other and of position. On the records of `results/small` that is within
 1 % of the exact count; docs/plan.md has the table. Contexts are factors of the training length.
+Sinks, which every query reads and no cache evicts, count beside either.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -23,7 +24,8 @@ from mosar.core.config import MoSARConfig
 from mosar.core.regimes import support_reach
 from mosar.planning.errors import PlanError
 from mosar.planning.lines import Basis
-from mosar.records import EvaluationRecord, Record, read_records
+from mosar.records import EvaluationRecord, Record, TrainingRecord, read_records
+from mosar.training.config import RunConfig
 
 Matrix = tuple[tuple[float, ...], ...]
 
@@ -46,12 +48,18 @@ class DensityCurve:
     source: str
     points: tuple[Point, ...]
     """By increasing factor."""
-    train_length: int | None = None
-    """Of the model that was counted; its counts are measurements for that length only."""
+    geometry: MoSARConfig | None = None
+    """Of the models that were counted: their counts are measurements for no other. None where they
+    differ, or are not known."""
 
-    def shares(self, factor: float) -> Matrix:
-        """P at a factor: between points by the logarithm, beyond them as at the last."""
-        points = self.points
+    def shares(self, config: MoSARConfig, context: int) -> Matrix:
+        """P at a context: between points by the logarithm, beyond them as at the last."""
+        points, factor = self.points, context / config.max_length
+        if len(points[0].pairs) != config.num_regimes:
+            raise PlanError(
+                f"density curves are of {len(points[0].pairs)} regimes, the model has "
+                f"{config.num_regimes}; give --density a number"
+            )
         if factor <= points[0].factor:
             return points[0].pairs
         if factor >= points[-1].factor:
@@ -68,53 +76,56 @@ class DensityCurve:
         """rho at a context, whether it was measured, and how it is known."""
         factor = context / config.max_length
         for point in self.points:
-            if point.density is None or not math.isclose(point.factor, factor):
-                continue
-            if self.train_length == config.max_length:
+            if point.density is None or self.geometry != config:
+                break
+            if math.isclose(point.factor, factor):
                 return point.density, "measured", f"counted: {self.source}"
-            how = f"counted at {factor:g}x the length of another model: {self.source}"
-            return point.density, "modelled", how
         beyond = "" if factor <= self.points[-1].factor else ", beyond what was measured"
-        rho = modelled_density(self.shares(factor), config, context)
+        rho = modelled_density(self.shares(config, context), config, context)
         return rho, "modelled", f"from shares of {self.source}{beyond}"
 
     def kept_keys(self, config: MoSARConfig, context: int) -> float:
         """Keys of a layer that a cache with eviction holds after so many tokens."""
-        pairs = self.shares(context / config.max_length)
-        reach = support_reach(config)
-        keys = [sum(column) for column in zip(*pairs, strict=True)]
-        far = [float(value) for value in reach.max(dim=0).values]
-        kept = [math.floor(min(reach, context)) for reach in far]
-        return sum(share * count for share, count in zip(keys, kept, strict=True))
+        pairs = self.shares(config, context)
+        shares = [sum(column) for column in zip(*pairs, strict=True)]
+        near = [_reached(far, context) for far in support_reach(config).amax(dim=0).tolist()]
+        kept = [keys + min(config.num_sinks, context - keys) for keys in near]
+        return sum(share * count for share, count in zip(shares, kept, strict=True))
 
     def last_keys(self, config: MoSARConfig, context: int) -> float:
         """Keys that one more token reads after so many, itself included."""
-        pairs, reach = self.shares(context / config.max_length), support_reach(config)
-        return sum(
-            share * min(context, math.floor(min(float(reach[m, n]), context)) + 1)
-            for m, row in enumerate(pairs)
-            for n, share in enumerate(row)
-        )
+
+        def read(reach: float) -> int:
+            near = min(context, _reached(reach, context) + 1)
+            return near + min(config.num_sinks, context - near)
+
+        return _mean_of_pairs(self.shares(config, context), config, read)
 
 
-def covered(reach: float, context: int) -> float:
-    """f: the share of the causal pairs of a context within a reach (inclusive)."""
-    farthest = min(math.floor(min(reach, context)), context - 1)
+def covered(reach: float, context: int, sinks: int = 0) -> float:
+    """f: the share of a context's causal pairs within a reach (inclusive), or with a sink."""
+    farthest = min(_reached(reach, context), context - 1)
     inside = (farthest + 1) * context - farthest * (farthest + 1) / 2
+    # Of the sink at j, the queries that follow its reach.
+    inside += sum(max(0, context - 1 - farthest - j) for j in range(sinks))
     return inside / (context * (context + 1) / 2)
 
 
+def _reached(reach: float, context: int) -> int:
+    """Keys within a reach, however large, of the token after a context."""
+    return math.floor(min(reach, context))
+
+
 def modelled_density(pairs: Matrix, config: MoSARConfig, context: int) -> float:
-    reach = support_reach(config)
-    if (len(pairs), len(pairs[0])) != tuple(reach.shape):
-        raise PlanError(
-            f"density curves are of {len(pairs)} regimes, the model has {config.num_regimes}; "
-            "give --density a number"
-        )
+    return _mean_of_pairs(pairs, config, lambda reach: covered(reach, context, config.num_sinks))
+
+
+def _mean_of_pairs(pairs: Matrix, config: MoSARConfig, count: Callable[[float], float]) -> float:
+    """Σ_mn P_mn count(delta_mn)."""
     return sum(
-        share * covered(float(reach[m, n]), context)
-        for m, row in enumerate(pairs)
-        for n, share in enumerate(row)
+        share * count(reach)
+        for shares, reaches in zip(pairs, support_reach(config).tolist(), strict=True)
+        for share, reach in zip(shares, reaches, strict=True)
     )
 
 
@@ -149,16 +160,20 @@ def packaged_curves() -> dict[str, DensityCurve]:
 def curves_from_records(folder: Path) -> dict[str, DensityCurve]:
     """A curve for each routed variant, from the evaluations below a folder; mean over seeds."""
     found: dict[str, dict[float, list[EvaluationRecord]]] = {}
+    geometries: dict[str, set[MoSARConfig | None]] = {}
     for path in sorted(folder.rglob("*.jsonl")):
-        for record in _read(path):
+        records = _read(path)
+        trained = {r.cell.name: _geometry(r) for r in records if isinstance(r, TrainingRecord)}
+        for record in records:
             if isinstance(record, EvaluationRecord) and record.routing == "sparse":
                 by_factor = found.setdefault(record.cell.variant, {})
                 by_factor.setdefault(record.length / record.train_length, []).append(record)
+                geometry = trained.get(record.cell.name)
+                geometries.setdefault(record.cell.variant, set()).add(geometry)
     curves = {}
     for variant, by_factor in found.items():
-        every = [record for records in by_factor.values() for record in records]
-        seeds = len({record.cell.seed for record in every})
-        lengths = {record.train_length for record in every}
+        seeds = len({r.cell.seed for records in by_factor.values() for r in records})
+        trained = geometries[variant]
         points = [
             Point(
                 factor,
@@ -169,9 +184,18 @@ def curves_from_records(folder: Path) -> dict[str, DensityCurve]:
         ]
         source = f"{folder.name}, {seeds} seed{'s' * (seeds > 1)}"
         name = f"{folder.name}/{variant}"
-        trained = lengths.pop() if len(lengths) == 1 else None
-        curves[name] = DensityCurve(name, source, tuple(points), trained)
+        geometry = trained.pop() if len(trained) == 1 else None
+        curves[name] = DensityCurve(name, source, tuple(points), geometry)
     return curves
+
+
+def _geometry(record: TrainingRecord) -> MoSARConfig | None:
+    """That a run was trained with; None where this version cannot read its configuration."""
+    try:
+        config = RunConfig.from_dict(record.config)
+    except ValueError:
+        return None
+    return config.attention.mosar_config(config.model.max_length)
 
 
 def _read(path: Path) -> list[Record]:
@@ -210,9 +234,10 @@ def encode_curves(curves: dict[str, DensityCurve]) -> str:
             for point in curve.points
         ]
         listed = ",\n  ".join(points)
+        geometry = "null" if curve.geometry is None else curve.geometry.to_json()
         encoded.append(
             f' {json.dumps(name)}: {{"source": {json.dumps(curve.source)}, '
-            f'"train_length": {json.dumps(curve.train_length)}, "points": [\n  {listed}\n ]}}'
+            f'"geometry": {geometry},\n  "points": [\n  {listed}\n ]}}'
         )
     return "{\n" + ",\n".join(encoded) + "\n}\n"
 
@@ -222,4 +247,5 @@ def _decode(name: str, values: dict[str, Any]) -> DensityCurve:
         Point(p["factor"], tuple(tuple(row) for row in p["pairs"]), p["density"])
         for p in values["points"]
     ]
-    return DensityCurve(name, values["source"], tuple(points), values["train_length"])
+    geometry = values["geometry"] and MoSARConfig.from_dict(values["geometry"])
+    return DensityCurve(name, values["source"], tuple(points), geometry)

@@ -4,38 +4,40 @@
     attention at context n                 4 H D a pair (scores and values), (n + 1) / 2 pairs
     backward                               twice the forward; attention 2.5 times (scores again)
 
+Of a mesh they are those of one rank for a token that it sees: tensor-parallel ranks divide what
+they hold in part, and each computes the rest, the output head above all.
 Norms, soft-caps, gates and softmax are left out: a few percent at the sizes that matter.
 """
 
 from __future__ import annotations
 
-from mosar.geometries import AttentionConfig
 from mosar.model.config import ModelConfig
-from mosar.planning.parameters import is_routed
+from mosar.planning.parameters import parameter_parts, ways
+from mosar.training.config import RunConfig
+from mosar.training.mesh import Mesh
 
 BACKWARD_ATTENTION = 2.5
+ALONE = Mesh()
 
 
-def matrix_flops(model: ModelConfig) -> float:
+def matrix_flops(config: RunConfig, mesh: Mesh = ALONE) -> float:
     """Projections, feed-forward and output head, forward."""
-    heads = 2 * model.num_heads + 2 * model.num_kv_heads
-    layer = model.hidden_size * (heads * model.head_dim + 3 * model.ffn_size)
-    return 2.0 * (model.num_layers * layer + model.vocab_size * model.hidden_size)
+    return _forward(config, mesh, "layers") + _forward(config, mesh, "root")
 
 
-def router_flops(model: ModelConfig, attention: AttentionConfig) -> float:
+def router_flops(config: RunConfig, mesh: Mesh = ALONE) -> float:
     """Both routers of every layer, forward; 0 without routers."""
-    if not is_routed(attention):
-        return 0.0
-    config = attention.mosar_config(model.max_length)
-    heads = (model.num_heads + model.num_kv_heads) * model.head_dim
-    second = 2 * config.routing_groups * config.num_regimes
-    return 2.0 * model.num_layers * config.router_hidden * (heads + second)
+    return _forward(config, mesh, "routers")
 
 
-def attention_flops(model: ModelConfig, pairs: float) -> float:
+def _forward(config: RunConfig, mesh: Mesh, place: str) -> float:
+    parts = [part for part in parameter_parts(config) if part.place == place]
+    return sum(2.0 * part.weights / ways(part, config.model, mesh) for part in parts)
+
+
+def attention_flops(model: ModelConfig, pairs: float, mesh: Mesh = ALONE) -> float:
     """Forward, for a token that attends to so many keys."""
-    return 4.0 * model.num_layers * model.num_heads * model.head_dim * pairs
+    return 4.0 * model.num_layers * model.num_heads * model.head_dim * pairs / mesh.tensor
 
 
 def causal_pairs(context: int) -> float:
@@ -43,11 +45,10 @@ def causal_pairs(context: int) -> float:
     return (context + 1) / 2
 
 
-def training_flops(
-    model: ModelConfig, attention: AttentionConfig, context: int, *, recompute: bool
-) -> float:
+def training_flops(config: RunConfig, context: int, mesh: Mesh = ALONE) -> float:
     """Forward and backward of one token; soft routing evaluates every causal pair."""
-    forward = matrix_flops(model) + router_flops(model, attention)
-    pairs = attention_flops(model, causal_pairs(context))
-    again = forward - 2.0 * model.vocab_size * model.hidden_size + pairs if recompute else 0.0
-    return 3 * forward + (1 + BACKWARD_ATTENTION) * pairs + again
+    layers = _forward(config, mesh, "layers") + _forward(config, mesh, "routers")
+    pairs = attention_flops(config.model, causal_pairs(context), mesh)
+    again = layers + pairs if config.train.checkpoint_activations else 0.0
+    head = _forward(config, mesh, "root")
+    return 3 * (layers + head) + (1 + BACKWARD_ATTENTION) * pairs + again

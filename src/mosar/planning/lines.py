@@ -8,7 +8,7 @@ from typing import Any, Literal
 Basis = Literal["exact", "measured", "modelled"]
 BASES: dict[Basis, str] = {
     "exact": "follows from the configuration alone; tests compare it with the real model",
-    "measured": "read from records of a run",
+    "measured": "counted on a trained model with this geometry, at this context",
     "modelled": "an estimate by a stated rule",
 }
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from mosar.planning.mesh import Mesh
-from mosar.planning.parameters import is_routed
+from mosar.planning.parameters import is_routed, parameter_parts, tensor_part
 from mosar.training.config import RunConfig
+from mosar.training.mesh import Mesh
 
 
 class Saved(NamedTuple):
@@ -32,7 +32,7 @@ def saved_by_layer(config: RunConfig, mesh: Mesh) -> list[Saved]:
     size = model.hidden_size
     heads = model.num_heads / mesh.tensor
     query = heads * model.head_dim
-    key = model.num_kv_heads / mesh.kv_parts(model) * model.head_dim
+    key = _key_heads(config, mesh) * model.head_dim
     ffn = model.ffn_size / mesh.tensor
     saved = [
         Saved("inputs of the norms before attention and feed-forward", 2 * size, 4, 4),
@@ -51,13 +51,23 @@ def saved_by_layer(config: RunConfig, mesh: Mesh) -> list[Saved]:
     ]
     if is_routed(config.attention):
         mosar = config.attention.mosar_config(model.max_length)
-        groups = mosar.routing_groups
+        groups = _groups(config, mesh)
         saved += [
             Saved("routers, before and after GELU", 4 * groups * mosar.router_hidden, 4, 4),
             Saved("routing probabilities", 2 * groups * mosar.num_regimes, 4, 4),
             Saved("q and k as the routers read them", query + key, 0, 4),
         ]
     return saved
+
+
+def _key_heads(config: RunConfig, mesh: Mesh) -> float:
+    heads = config.model.num_kv_heads
+    return heads if mesh.copies_keys(heads) else heads / mesh.tensor
+
+
+def _groups(config: RunConfig, mesh: Mesh) -> float:
+    groups = config.attention.routing_groups
+    return groups / mesh.tensor if groups > 1 else 1
 
 
 def layer_bytes(config: RunConfig, mesh: Mesh) -> float:
@@ -90,17 +100,28 @@ def logits_bytes(config: RunConfig, tokens: int) -> float:
     return 4.0 * arrays * min(rows, tokens) * config.model.vocab_size
 
 
-def narrow_weight_bytes(config: RunConfig, matrix_parameters: float) -> float:
+def narrow_weight_bytes(config: RunConfig, mesh: Mesh) -> float:
     """Autocast's copies of weight matrices in bfloat16, kept during a pass."""
-    return 2.0 * matrix_parameters if config.train.precision == "bf16" else 0.0
+    matrices = [part for part in parameter_parts(config) if part.weights]
+    held = tensor_part(matrices, config.model, mesh)
+    return 2.0 * held if config.train.precision == "bf16" else 0.0
+
+
+def gathered_bytes(config: RunConfig, mesh: Mesh) -> float:
+    """What FSDP has whole at a time: embedding and final norm, the parameters of two layers (one is
+    gathered while the other computes) and the gradients of one."""
+    parts = parameter_parts(config)
+    root, layers = (
+        tensor_part([p for p in parts if (p.place == "root") is is_root], config.model, mesh)
+        for is_root in (True, False)
+    )
+    return 4.0 * (root + 3 * layers / config.model.num_layers)
 
 
 def cache_bytes(config: RunConfig, mesh: Mesh, keys: float, *, by_regime: bool) -> float:
     """A KV cache of one sequence with so many keys a layer, as the model's caches hold them."""
     model = config.model
-    key_heads = model.num_kv_heads / mesh.kv_parts(model)
     width = 2 if config.train.precision == "bf16" else 4
-    groups = config.attention.routing_groups if by_regime else 1
     # A place and a slot for every key of a group; without regimes a position and a validity.
-    notes = 8 * groups if by_regime else 9
-    return model.num_layers * keys * (2 * key_heads * model.head_dim * width + notes)
+    notes = 8 * _groups(config, mesh) if by_regime else 9
+    return model.num_layers * keys * (2 * _key_heads(config, mesh) * model.head_dim * width + notes)

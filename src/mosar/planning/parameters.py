@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 from mosar.geometries import GEOMETRIES, AttentionConfig, MoSAR
 from mosar.model.config import ModelConfig
-from mosar.planning.mesh import Mesh
+from mosar.training.config import RunConfig
+from mosar.training.mesh import Mesh
 
 
 class Part(NamedTuple):
@@ -14,44 +16,66 @@ class Part(NamedTuple):
 
     name: str
     count: int
-    split: Literal["whole", "heads", "kv"]
+    weights: int
+    """Those among them of matrices that every token is multiplied with."""
+    split: Literal["whole", "heads", "keys"]
     """What tensor-parallel ranks hold: all of it, their part, or that of the key heads."""
-    in_layers: bool = True
+    place: Literal["root", "layers", "routers"] = "layers"
 
 
 def is_routed(attention: AttentionConfig) -> bool:
     return issubclass(GEOMETRIES[attention.geometry], MoSAR)
 
 
-def parameter_parts(model: ModelConfig, attention: AttentionConfig) -> list[Part]:
+def parameter_parts(config: RunConfig) -> list[Part]:
     """All parameters; their sum is exactly the number that the model has."""
+    model = config.model
     layers, size = model.num_layers, model.hidden_size
     query, key = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    head = model.vocab_size * size
     parts = [
-        Part("embedding (and output head)", model.vocab_size * size, "whole", False),
-        Part("query and output projections", layers * 2 * size * query, "heads"),
-        Part("key and value projections", layers * 2 * size * key, "kv"),
-        Part("feed-forward", layers * 3 * size * model.ffn_size, "heads"),
-        Part("norms", layers * 4 * size, "whole"),
-        Part("final norm", size, "whole", False),
+        Part("embedding (and output head)", head, head, "whole", "root"),
+        _matrix("query and output projections", layers * 2 * size * query, "heads"),
+        _matrix("key and value projections", layers * 2 * size * key, "keys"),
+        _matrix("feed-forward", layers * 3 * size * model.ffn_size, "heads"),
+        Part("norms", layers * 4 * size, 0, "whole"),
+        Part("final norm", size, 0, "whole", "root"),
     ]
-    if is_routed(attention):
-        config = attention.mosar_config(model.max_length)
-        hidden, groups = config.router_hidden, config.routing_groups
-        rest = 2 * groups * (hidden + config.num_regimes * (hidden + 1))
-        parts += [
-            Part("query routers' first layer", layers * hidden * query, "heads"),
-            Part("key routers' first layer", layers * hidden * key, "kv"),
-            Part("routers' second layer", layers * rest, "whole"),
-        ]
+    if is_routed(config.attention):
+        parts += _router_parts(config, query, key)
     return parts
 
 
-def total(parts: list[Part]) -> int:
+def _matrix(name: str, count: int, split: Literal["heads", "keys"]) -> Part:
+    return Part(name, count, count, split)
+
+
+def _router_parts(config: RunConfig, query: int, key: int) -> list[Part]:
+    layers, mosar = config.model.num_layers, config.attention.mosar_config(config.model.max_length)
+    hidden, groups = mosar.router_hidden, mosar.routing_groups
+    first_q, first_k = layers * hidden * query, layers * hidden * key
+    second = layers * 2 * groups * hidden * mosar.num_regimes
+    biases = layers * 2 * groups * (hidden + mosar.num_regimes)
+    # A routing group is one rank's, with all that routes it.
+    rest = "heads" if groups > 1 else "whole"
+    return [
+        Part("query routers' first layer", first_q, first_q, "heads", "routers"),
+        Part("key routers' first layer", first_k, first_k, "keys", "routers"),
+        Part("routers' second layer", second + biases, second, rest, "routers"),
+    ]
+
+
+def total(parts: Iterable[Part]) -> int:
     return sum(part.count for part in parts)
 
 
-def tensor_part(parts: list[Part], model: ModelConfig, mesh: Mesh) -> float:
+def ways(part: Part, model: ModelConfig, mesh: Mesh) -> int:
+    """Over how many tensor-parallel ranks a part is divided."""
+    if part.split == "whole" or (part.split == "keys" and mesh.copies_keys(model.num_kv_heads)):
+        return 1
+    return mesh.tensor
+
+
+def tensor_part(parts: Iterable[Part], model: ModelConfig, mesh: Mesh) -> float:
     """What one tensor-parallel rank holds before sharding."""
-    ways = {"whole": 1, "heads": mesh.tensor, "kv": mesh.kv_parts(model)}
-    return sum(part.count / ways[part.split] for part in parts)
+    return sum(part.count / ways(part, model, mesh) for part in parts)

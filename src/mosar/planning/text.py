@@ -13,13 +13,14 @@ from mosar.planning.plan import Plan
 
 def print_plan(plan: Plan, console: Console) -> None:
     config, mesh, batch = plan.config, plan.mesh, plan.batch
+    ranks = mesh.num_processes
     console.print(
         f"{config.variant}, preset {config.preset}, training length {config.model.max_length:,}; "
         f"context {plan.context:,}; {config.train.precision}",
         highlight=False,
     )
     console.print(
-        f"mesh: {mesh.gpus} rank{'s' * (mesh.gpus > 1)} = data {mesh.data} x shard {mesh.shard} "
+        f"mesh: {ranks} rank{'s' * (ranks > 1)} = data {mesh.data} x shard {mesh.shard} "
         f"x tensor {mesh.tensor}; an update: {batch.windows} windows, "
         f"{batch.passes} x {batch.pass_windows} on a rank",
         highlight=False,

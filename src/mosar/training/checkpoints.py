@@ -306,8 +306,12 @@ def restore_optimizer(
 ) -> None:
     """Puts back what `optimizer_tensors` gave."""
     by_name = {name: parameter for parameter, name in names.items()}
+    fused = {p for group in optimizer.param_groups if group.get("fused") for p in group["params"]}
     for key, value in saved.items():
         entry, _, name = key.partition(".")
+        parameter = by_name[name]
+        # A fused optimizer counts its steps beside the parameter, the others on the CPU.
+        beside = value.dim() > 0 or parameter in fused
         # A tensor of its own: what was loaded may be a view into a file.
-        fresh = torch.empty_like(value, device=by_name[name].device if value.dim() else "cpu")
-        optimizer.state[by_name[name]][entry] = fresh.copy_(value)
+        fresh = torch.empty_like(value, device=parameter.device if beside else "cpu")
+        optimizer.state[parameter][entry] = fresh.copy_(value)

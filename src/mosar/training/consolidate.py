@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,14 +44,29 @@ def consolidate(run: Path, out: Path, step: int | None = None) -> int:
     except DamagedCheckpoint as error:
         raise TrainingError(f"the checkpoint of step {step} is damaged ({error})") from None
     kept = ("config_hash", "rng", "environment")
-    with locked(out):
-        state = {key: checkpoint.state[key] for key in kept} | {"mesh": None}
+    state = {key: checkpoint.state[key] for key in kept} | {"mesh": None}
+    with _made_beside(out) as folder:
         if (run / METRICS).exists():
-            checkpoints.replace_synced(out / METRICS, (run / METRICS).read_bytes())
-            truncate_metrics(out / METRICS, step)
+            checkpoints.replace_synced(folder / METRICS, (run / METRICS).read_bytes())
+            truncate_metrics(folder / METRICS, step)
         checkpoints.write_checkpoint(
-            out / CHECKPOINTS, step, checkpoint.model(), checkpoint.optimizer(), state
+            folder / CHECKPOINTS, step, checkpoint.model(), checkpoint.optimizer(), state
         )
-        # Last: what has a configuration is a run.
-        write_config(out, config, read_data_fingerprint(run))
+        write_config(folder, config, read_data_fingerprint(run))
     return step
+
+
+@contextmanager
+def _made_beside(out: Path) -> Iterator[Path]:
+    """A folder to fill, which takes the place of `out` when all of it is there, or never."""
+    folder = out.absolute().with_name(f".{out.absolute().name}.unfinished")
+    with locked(folder):
+        try:
+            # What a process that was killed left here.
+            shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
+            (folder / METRICS).unlink(missing_ok=True)
+            yield folder
+            os.rename(folder, out.absolute())
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise

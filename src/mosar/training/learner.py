@@ -154,7 +154,7 @@ def _line(learner: Learner, step: int, split: str, mean: Mean) -> dict[str, Any]
     loss, lm_loss, reach, shares = mean.values(learner.team)
     if not math.isfinite(loss):
         what = "loss" if split == "train" else "validation loss"
-        raise NonFiniteError(f"step {step}: the {what} is {loss}")
+        raise _spoilt(learner, f"step {step}: the {what} is {loss}")
     return {
         "step": step,
         "split": split,
@@ -179,10 +179,16 @@ def _clip_gradients(learner: Learner, step: int) -> float:
         spoilt = team.bad_gradients(learner.names)
         bad = [name for name, is_bad in zip(learner.names.values(), spoilt, strict=True) if is_bad]
         some = ", ".join(bad[:3]) + (f" and {len(bad) - 3} more" if len(bad) > 3 else "")
-        raise NonFiniteError(
-            f"step {step}: the gradient is {value}" + (f" (in {some})" if bad else "")
-        )
+        where = f" (in {some})" if bad else ""
+        raise _spoilt(learner, f"step {step}: the gradient is {value}{where}")
     most = learner.config.train.grad_clip
     if most is not None and value > most:
         team.clip(learner.names, most, norm)
     return value
+
+
+def _spoilt(learner: Learner, message: str) -> NonFiniteError:
+    error = NonFiniteError(message)
+    # All processes of a team find the same figure, and one says so.
+    error.is_told_elsewhere = not learner.team.is_first
+    return error

@@ -34,7 +34,7 @@ def shards_of(names: Iterable[str], kind: int) -> list[str]:
 
 
 def assemble(files: Iterable[Path]) -> dict[str, Tensor]:
-    """The whole tensors; a ValueError where a part is missing."""
+    """The whole tensors; a ValueError where their parts leave a gap."""
     parts: dict[str, list[tuple[list[int], Tensor]]] = {}
     for file in files:
         with safe_open(file, "pt") as opened:

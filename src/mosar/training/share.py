@@ -8,6 +8,11 @@ from typing import NamedTuple
 from mosar.training.config import TrainConfig
 
 
+def pass_size(windows: int, most: int) -> int:
+    """Windows in one pass: at most so many, and as many in every pass."""
+    return next(n for n in range(min(most, windows), 0, -1) if windows % n == 0)
+
+
 class Share(NamedTuple):
     """Which part of every batch is a process's: part `index` of `number`."""
 
@@ -21,8 +26,7 @@ class Share(NamedTuple):
 
     def pass_size(self, train: TrainConfig) -> int:
         """Windows in one pass: at most micro_batch, and as many in every pass."""
-        count = len(self.windows(train))
-        return next(n for n in range(min(train.micro_batch, count), 0, -1) if count % n == 0)
+        return pass_size(len(self.windows(train)), train.micro_batch)
 
     def passes(self, train: TrainConfig) -> int:
         """Passes in one update."""

@@ -22,6 +22,7 @@ from mosar.training import checkpoints
 from mosar.training.checkpoints import Checkpoint
 from mosar.training.config import DistributedConfig, RunConfig
 from mosar.training.errors import TrainingError
+from mosar.training.mesh import check_mesh
 from mosar.training.objective import Objective, Terms
 from mosar.training.share import WHOLE
 from mosar.training.stopping import StopRequest
@@ -127,10 +128,30 @@ def held_by_first(team: Team, hold: AbstractContextManager[object]) -> Iterator[
 def launched() -> tuple[int, int]:
     """This process's number and how many a launcher (torchrun, or one that sets the same) started.
 
-    The variables of the environment are those of torch.distributed.
+    The variables of the environment are those of torch.distributed; a TrainingError where they do
+    not belong together.
     """
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
-    return (int(os.environ.get("RANK", "0")), processes) if processes > 1 else (0, 1)
+    processes = _from_environment("WORLD_SIZE", "1")
+    if processes == 1:
+        return 0, 1
+    rank = _from_environment("RANK", "")
+    if rank >= processes:
+        raise environment_error(f"RANK={rank} and WORLD_SIZE={processes}")
+    return rank, processes
+
+
+def _from_environment(name: str, default: str) -> int:
+    text = os.environ.get(name, default)
+    if not text.isdecimal() or (name == "WORLD_SIZE" and int(text) < 1):
+        raise environment_error(f"{name}={text}" if text else f"{name} not set")
+    return int(text)
+
+
+def environment_error(what: str) -> TrainingError:
+    return TrainingError(
+        f"the environment is not that of a launcher ({what}): start several processes with "
+        "torchrun --nproc-per-node N -m mosar train …, or unset WORLD_SIZE to train in one"
+    )
 
 
 def open_team(config: RunConfig) -> Team:
@@ -140,8 +161,6 @@ def open_team(config: RunConfig) -> Team:
         timeout=config.distributed.timeout
     ):
         return Team()
-    from mosar.distributed.mesh import check_mesh
-
     try:
         mesh = check_mesh(config, processes)
     except TrainingError as error:

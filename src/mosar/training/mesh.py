@@ -1,9 +1,16 @@
-"""The mesh of processes, data x shard x tensor, and whether it fits the processes and the model."""
+"""The mesh of processes, data x shard x tensor, and whether it fits the processes and the model.
+
+data     copies of the model, each with its part of the batch
+shard    processes that divide parameters, gradients and optimizer, and the batch too
+tensor   processes that divide the heads and the feed-forward of every layer
+"""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+from mosar.geometries import AttentionConfig
+from mosar.model.config import ModelConfig
 from mosar.training.config import RunConfig
 from mosar.training.errors import TrainingError
 from mosar.training.share import Share
@@ -15,9 +22,9 @@ SPLIT_GEOMETRIES = ("rope", "p-rope", "alibi", "fixed", "rope-mask", "mosar")
 class Mesh(NamedTuple):
     """How many processes there are along each axis; process numbers run along `tensor` first."""
 
-    data: int
-    shard: int
-    tensor: int
+    data: int = 1
+    shard: int = 1
+    tensor: int = 1
 
     @property
     def num_processes(self) -> int:
@@ -28,9 +35,18 @@ class Mesh(NamedTuple):
         """Parts into which a batch is divided."""
         return self.data * self.shard
 
+    @property
+    def uses_fsdp(self) -> bool:
+        """Plain copies of an undivided model are left to DDP."""
+        return self.shard > 1 or (self.data > 1 and self.tensor > 1)
+
     def share(self, rank: int) -> Share:
         """Processes that differ along `tensor` alone see the same windows."""
         return Share(rank // self.tensor, self.num_shares)
+
+    def copies_keys(self, num_kv_heads: int) -> bool:
+        """Whether each process along `tensor` holds all key heads: there are too few to divide."""
+        return num_kv_heads < self.tensor
 
 
 def check_mesh(config: RunConfig, processes: int) -> Mesh:
@@ -42,8 +58,10 @@ def check_mesh(config: RunConfig, processes: int) -> Mesh:
             f"a step has train.micro_batch x train.accumulation = {config.train.windows_per_step} "
             f"windows, which distributed.data x distributed.shard = {shares} does not divide"
         )
-    if mesh.tensor > 1:
-        _check_split(config, mesh.tensor)
+    named = f"distributed.tensor={mesh.tensor}"
+    obstacle = split_obstacle(config.model, config.attention, mesh.tensor, named)
+    if obstacle is not None:
+        raise TrainingError(obstacle)
     if processes > 1 and ":" in config.train.device:
         kind = config.train.device.partition(":")[0]
         raise TrainingError(
@@ -72,27 +90,29 @@ def _resolve(config: RunConfig, processes: int) -> Mesh:
     return Mesh(data, settings.shard, settings.tensor)
 
 
-def _check_split(config: RunConfig, tensor: int) -> None:
-    model, attention = config.model, config.attention
+def split_obstacle(
+    model: ModelConfig, attention: AttentionConfig, tensor: int, named: str
+) -> str | None:
+    """Why `tensor` processes cannot divide a layer, as the user `named` them; None if they can."""
+    if tensor == 1:
+        return None
     for name in ("num_heads", "ffn_size"):
         if getattr(model, name) % tensor:
-            raise TrainingError(
-                f"model.{name}={getattr(model, name)} cannot be divided over "
-                f"distributed.tensor={tensor}"
-            )
+            return f"{named} must divide model.{name}={getattr(model, name)}"
     if model.num_kv_heads % tensor and tensor % model.num_kv_heads:
-        raise TrainingError(
-            f"model.num_kv_heads={model.num_kv_heads} must be a multiple of "
-            f"distributed.tensor={tensor}, or divide it (then keys and values are copied)"
+        return (
+            f"{named} must divide model.num_kv_heads={model.num_kv_heads}, or be a multiple of it "
+            "(then keys and values are copied)"
         )
     if attention.geometry not in SPLIT_GEOMETRIES:
-        raise TrainingError(
-            f"the geometry {attention.geometry} cannot be divided over distributed.tensor={tensor};"
-            f" those that can are {', '.join(SPLIT_GEOMETRIES)}"
+        return (
+            f"{named}: the geometry {attention.geometry} cannot be divided; those that can are "
+            f"{', '.join(SPLIT_GEOMETRIES)}"
         )
     groups = attention.routing_groups
     if attention.geometry == "mosar" and groups > 1 and groups % tensor:
-        raise TrainingError(
-            f"attention.routing_groups={groups} must be 1 or a multiple of "
-            f"distributed.tensor={tensor}, so that a group stays with one process"
+        return (
+            f"{named} must divide attention.routing_groups={groups}, so that a group stays with "
+            "one process"
         )
+    return None

@@ -1,0 +1,70 @@
+"""What `mosar plan` says of a rank, against what real processes send and hold."""
+
+import json
+
+import pytest
+
+from distributed.launches import run_jobs
+from mosar.planning.plan import PEAK, make_plan
+from mosar.training.config import resolve_config
+
+# Four windows a step in two passes on each of two shares, so that gradients wait for the second.
+SETTINGS = ("model.num_layers=6", "train.micro_batch=2", "train.accumulation=4")
+MQA = "model.num_kv_heads=1"
+CASES = {
+    # name: variant, sizes of the mesh, changes
+    "fsdp": ("mosar", {"shard": 2}, ()),
+    "fsdp, rope, bf16": ("rope", {"shard": 2}, ("train.precision=bf16",)),
+    "tp": ("mosar", {"tensor": 2}, ()),
+    "tp, rope": ("rope", {"tensor": 2}, ()),
+    "tp, one key head": ("mosar", {"tensor": 2}, (MQA,)),
+    "tp, own groups": ("mosar", {"tensor": 2}, ("attention.routing_groups=2",)),
+    "tp, recomputed": ("mosar", {"tensor": 2}, ("train.checkpoint_activations=true",)),
+    "tp, bf16": ("mosar", {"tensor": 2}, ("train.precision=bf16", MQA)),
+}
+
+
+@pytest.fixture(scope="module")
+def measured(dataset, tmp_path_factory):
+    """What the first of two processes sent and held, by case."""
+    folder = tmp_path_factory.mktemp("costs")
+    jobs = [
+        {
+            "kind": "cost",
+            "variant": variant,
+            "data": str(dataset),
+            "out": str(folder / f"{number}.json"),
+            "changes": [*SETTINGS, *changes, *(f"distributed.{k}={n}" for k, n in sizes.items())],
+        }
+        for number, (variant, sizes, changes) in enumerate(CASES.values())
+    ]
+    run_jobs(2, jobs, folder)
+    found = [json.loads((folder / f"{n}.json").read_text()) for n in range(len(CASES))]
+    return dict(zip(CASES, found, strict=True))
+
+
+def plan_of(case, dataset):
+    variant, sizes, changes = CASES[case]
+    config = resolve_config(
+        variant=variant, preset="smoke", data=dataset, changes=[*SETTINGS, *changes]
+    )
+    return make_plan(config, context=config.model.max_length, gpus=2, **sizes)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_rank_sends_what_is_planned(case, dataset, measured):
+    plan, sent = plan_of(case, dataset), measured[case]["sent"]
+    section = "sent by a rank in an update"
+    # Of two ranks each sends a whole of what is summed, half of what is gathered or scattered.
+    halves = (sent["all_gather_single"] + sent["reduce_scatter_single"]) / 2
+    assert halves == pytest.approx(plan.value(section, "shard"), rel=0.001)
+    assert sent["all_reduce"] == pytest.approx(plan.value(section, "tensor"), rel=0.001)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_rank_holds_what_is_planned(case, dataset, measured):
+    """By the events of the allocator, which miss the end of what gloo's thread is last to hold:
+    under FSDP up to a tenth, from run to run."""
+    plan, peak = plan_of(case, dataset), measured[case]["peak"]
+    tolerance = 0.15 if case.startswith("fsdp") else 0.07
+    assert peak == pytest.approx(plan.value(*PEAK), rel=tolerance)
