@@ -56,7 +56,7 @@ def operator(case: Case, kind: str, *, impl: str, **changes: Any) -> Callable[..
     options = {**case.options, "impl": impl, "return_lse": True} | changes
     if kind in ROUTINGS:
         return partial(mosar_attention, config=case.config, routing=kind, **options)
-    attention = partial(distance_attention, **distance_bias(case, kind), **options)
+    attention = partial(distance_attention, **distance_bias(case, kind) | options)
     return lambda q, k, v, pi_q, pi_k: attention(q, k, v)
 
 

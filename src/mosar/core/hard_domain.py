@@ -81,12 +81,12 @@ def key_classes(labels_k: Tensor, config: MoSARConfig, layout: Layout) -> Tensor
     return labels_k.masked_fill(sinks_BS, config.num_regimes)
 
 
-def class_reach(config: MoSARConfig) -> Tensor:
+def class_reach(config: MoSARConfig, device: torch.device | None = None) -> Tensor:
     """Reach per (query regime, key class), [R, R] or [R, R + 1] with sinks; inf where boundless."""
-    reach_RR = support_reach(config)
+    reach_RR = support_reach(config, device)
     if not config.num_sinks:
         return reach_RR
-    sink_R1 = torch.full((config.num_regimes, 1), torch.inf, dtype=reach_RR.dtype)
+    sink_R1 = reach_RR.new_full((config.num_regimes, 1), torch.inf)
     return torch.cat([reach_RR, sink_R1], dim=1)
 
 

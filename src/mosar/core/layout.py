@@ -39,6 +39,11 @@ class Layout:
     default_positions: bool = False
     """Keys stand at 0..S-1 and queries at the last T of them: nothing about them needs a check."""
 
+    @property
+    def is_ordinary(self) -> bool:
+        """Whether every pair (i, j <= i) within the window exists, as the shapes alone tell."""
+        return self.default_positions and self.key_valid is None and self.key_segments is None
+
     def distances(self) -> Tensor:
         """pos_i - pos_j, [B or 1, T, S] int64."""
         return self.query_positions[:, :, None] - self.key_positions[:, None, :]
@@ -58,6 +63,9 @@ class Layout:
 
     def max_distance(self) -> int:
         """The largest distance of any pair that exists, or -1 where none does."""
+        if self.is_ordinary:
+            farthest = self.key_positions.shape[1] - 1
+            return farthest if self.window is None else min(self.window, farthest)
         given = [self.query_positions, self.key_positions, self.key_valid, self.key_segments]
         batch = max(tensor.shape[0] for tensor in given if tensor is not None)
         place_BT = self.query_positions.expand(batch, -1)

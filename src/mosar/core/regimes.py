@@ -25,11 +25,11 @@ class PairGeometry(NamedTuple):
     transition: Tensor
 
 
-def pair_geometry(config: MoSARConfig) -> PairGeometry:
+def pair_geometry(config: MoSARConfig, device: torch.device | None = None) -> PairGeometry:
     """The geometry of every (query regime, key regime) pair; T + L is the reach."""
     check_config(config)
-    delta_R = torch.tensor([regime.reach for regime in config.regimes], dtype=torch.float64)
-    alpha_R = torch.tensor([regime.plateau for regime in config.regimes], dtype=torch.float64)
+    delta_R = _filled([regime.reach for regime in config.regimes], device)
+    alpha_R = _filled([regime.plateau for regime in config.regimes], device)
     row, column = delta_R[:, None], delta_R[None, :]
     reach_RR = {
         "mean": (row + column) / 2,
@@ -40,9 +40,14 @@ def pair_geometry(config: MoSARConfig) -> PairGeometry:
     return PairGeometry(reach_RR, alpha_RR * reach_RR, (1 - alpha_RR) * reach_RR)
 
 
-def support_reach(config: MoSARConfig) -> Tensor:
+def _filled(numbers: list[float], device: torch.device | None) -> Tensor:
+    """Made on the device, not copied there: a copy waits for it."""
+    return torch.stack([torch.full((), x, dtype=torch.float64, device=device) for x in numbers])
+
+
+def support_reach(config: MoSARConfig, device: torch.device | None = None) -> Tensor:
     """Largest distance inside the support per pair, [R, R] float64: the reach, infinite for GG."""
-    reach_RR = pair_geometry(config).reach
+    reach_RR = pair_geometry(config, device).reach
     reach_RR[-1, -1] = torch.inf
     return reach_RR
 
@@ -62,21 +67,23 @@ class RegimeKernel(nn.Module):
             setattr(self, f"{name}_RR", table)
 
     def forward(self, distances: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Gates in `dtype` (default: that of floating distances, else float32); d < 0 counts as 0.
-
-        The tables are evaluated in float64 and rounded once.
-        """
+        """Gates in `dtype`, by default that of floating distances, else float32; d < 0 is 0."""
         if not isinstance(distances, Tensor):
             raise ValueError(f"distances must be a tensor, got {type(distances).__name__}")
         if dtype is None:
             dtype = distances.dtype if distances.is_floating_point() else torch.float32
-        device = distances.device
-        plateau_RR, transition_RR = self.plateau_RR.to(device), self.transition_RR.to(device)
-        excess = distances.double().clamp_min(0)[..., None, None] - plateau_RR
-        step = transition_RR == 0
-        progress = torch.where(
-            step, (excess > 0).double(), excess / transition_RR.clamp_min(1e-300)
-        )
-        gate = torch.exp(-self.config.barrier * progress.clamp(0, 1) ** self.config.exponent)
-        gate[..., -1, -1] = 1.0
-        return gate.to(dtype)
+        tables = (self.reach_RR, self.plateau_RR, self.transition_RR)
+        pairs = PairGeometry(*(table.to(distances.device) for table in tables))
+        return pair_gates(distances, pairs, self.config, dtype)
+
+
+def pair_gates(
+    distances: Tensor, pairs: PairGeometry, config: MoSARConfig, dtype: torch.dtype
+) -> Tensor:
+    """g_mn(d) of distances of any shape, [..., R, R], evaluated in float64 and rounded once."""
+    excess = distances.double().clamp_min(0)[..., None, None] - pairs.plateau
+    step = pairs.transition == 0
+    progress = torch.where(step, (excess > 0).double(), excess / pairs.transition.clamp_min(1e-300))
+    gate = torch.exp(-config.barrier * progress.clamp(0, 1) ** config.exponent)
+    gate[..., -1, -1] = 1.0
+    return gate.to(dtype)

@@ -51,8 +51,7 @@ def build_native_plan(plan_input: PlanInput) -> Plan:
 
 def _dense_plan(layout: Layout) -> Plan:
     """The plan of all existing pairs; the ordinary one is the same for every layer and step."""
-    ordinary = layout.default_positions and layout.key_valid is None and layout.key_segments is None
-    if not ordinary or torch.compiler.is_compiling():
+    if not layout.is_ordinary or torch.compiler.is_compiling():
         return build_native_plan(dense_plan_input(layout))
     queries, keys = layout.query_positions.shape[1], layout.key_positions.shape[1]
     return _ordinary_plan(queries, keys, layout.window)

@@ -24,7 +24,7 @@ from torch import Tensor
 from mosar.core.config import MoSARConfig
 from mosar.core.hard_domain import class_reach, key_classes
 from mosar.core.layout import Layout, can_check_values
-from mosar.kernels.tables import kept_table
+from mosar.kernels.tables import kept_table, on_device
 
 _FAR = torch.iinfo(torch.int32).max
 
@@ -132,7 +132,7 @@ def sparse_plan_input(
     return _plan_input(
         labels_q.reshape(-1, labels_q.shape[-1]),
         classes_k.reshape(-1, classes_k.shape[-1]),
-        whole_reach(config, layout.window),
+        config,
         layout,
         groups,
     )
@@ -146,20 +146,25 @@ def dense_plan_input(layout: Layout) -> PlanInput:
     device = layout.query_positions.device
     labels_q = torch.zeros(rows, queries, dtype=torch.int32, device=device)
     classes_k = torch.zeros(rows, keys, dtype=torch.int32, device=device)
-    return _plan_input(labels_q, classes_k, whole_reach(None, layout.window), layout, 1)
+    return _plan_input(labels_q, classes_k, None, layout, 1)
 
 
 @kept_table
-def whole_reach(config: MoSARConfig | None, window: int | None) -> Tensor:
+def whole_reach(
+    config: MoSARConfig | None, window: int | None, device: torch.device | None = None
+) -> Tensor:
     """Largest whole distance per (label, class), [R, C] int32; without a config of any pair."""
-    reach = torch.full((1, 1), torch.inf) if config is None else class_reach(config)
+    if config is None:
+        reach = torch.full((1, 1), torch.inf, device=device)
+    else:
+        reach = class_reach(config, device)
     limit = _FAR if window is None else min(window, _FAR)
     # float64 holds the limit exactly; float32 would round it up and overflow.
     return reach.double().floor().clamp_max(limit).to(torch.int32)
 
 
 def _plan_input(
-    labels_q: Tensor, classes_k: Tensor, reach: Tensor, layout: Layout, groups: int
+    labels_q: Tensor, classes_k: Tensor, config: MoSARConfig | None, layout: Layout, groups: int
 ) -> PlanInput:
     places_q, places_k, floor_q = _lay_out(layout)
 
@@ -176,7 +181,7 @@ def _plan_input(
         places_k=rows(places_k, torch.int32),
         floor_q=None if floor_q is None else rows(floor_q, torch.int32),
         valid_k=None if layout.key_valid is None else rows(layout.key_valid, torch.bool),
-        reach=reach.to(labels_q.device),
+        reach=on_device(labels_q.device, whole_reach, config, layout.window),
         window=_FAR if layout.window is None else layout.window,
     )
 

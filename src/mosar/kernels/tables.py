@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from functools import lru_cache, wraps
+from functools import cache, lru_cache, wraps
 from typing import ParamSpec
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mosar.core.config import MoSARConfig
 from mosar.core.layout import Layout
-from mosar.core.regimes import RegimeKernel
+from mosar.core.regimes import pair_gates, pair_geometry
 
 P = ParamSpec("P")
 
@@ -24,10 +24,10 @@ def kept_table(make: Callable[P, Tensor]) -> Callable[P, Tensor]:
     """
 
     @lru_cache(maxsize=64)
-    def cached(*args: Hashable) -> Tensor:
+    def cached(*args: Hashable, **kwargs: Hashable) -> Tensor:
         # The first call may be an evaluation, a later one trains with the same tensor.
         with torch.inference_mode(False), torch.device("cpu"):
-            return make(*args)  # pyright: ignore[reportCallIssue]
+            return make(*args, **kwargs)  # pyright: ignore[reportCallIssue]
 
     @wraps(make)
     def table(*args: P.args, **kwargs: P.kwargs) -> Tensor:
@@ -36,6 +36,23 @@ def kept_table(make: Callable[P, Tensor]) -> Callable[P, Tensor]:
         return cached(*args, **kwargs)
 
     return table
+
+
+# Never let go of: a captured graph of launches may still read one.
+@cache
+def _kept_on(device: torch.device, make: Callable[..., Tensor], *arguments: Hashable) -> Tensor:
+    with torch.inference_mode(False):
+        return make(*arguments).to(device)
+
+
+def on_device(device: torch.device, make: Callable[..., Tensor], *arguments: Hashable) -> Tensor:
+    """A kept table on a device, copied there once: copying waits for the device.
+
+    In a graph of torch.compile it is made there; `make` takes the device last.
+    """
+    if torch.compiler.is_compiling():
+        return make(*arguments, device=device)
+    return _kept_on(device, make, *arguments)
 
 
 # Tables up to this length are made whole; longer ones only as far as distances go.
@@ -62,9 +79,15 @@ def _whole_length(config: MoSARConfig) -> int:
 
 
 @kept_table
-def gate_table(config: MoSARConfig, length: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def gate_table(
+    config: MoSARConfig,
+    length: int,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | None = None,
+) -> Tensor:
     """Gates by distance, [R, C, length], a column of ones for sinks; constant past its end."""
-    gate_RCd = RegimeKernel(config)(torch.arange(length), dtype).permute(1, 2, 0)
+    distances = torch.arange(length, device=device)
+    gate_RCd = pair_gates(distances, pair_geometry(config, device), config, dtype).permute(1, 2, 0)
     if config.num_sinks:
         ones = gate_RCd.new_ones(config.num_regimes, 1, length)
         gate_RCd = torch.cat([gate_RCd, ones], dim=1)

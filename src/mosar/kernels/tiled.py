@@ -175,7 +175,8 @@ def _attend(
         admissible = tile.admissible
         if bias is not None:
             bias = _by_head(bias, score.shape[1], bias_by_head)
-            admissible = admissible & (bias > -math.inf)
+            # What is not a number is a pair: it must be seen.
+            admissible = admissible & ~(bias == -math.inf)
             score = score + bias.to(dtype)
         score = score.masked_fill(~admissible, -math.inf)
         empty = ~admissible.any(dim=-1, keepdim=True)

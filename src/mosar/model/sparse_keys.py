@@ -18,9 +18,9 @@ from torch import Tensor
 
 from mosar.attention import mosar_attention
 from mosar.core.config import MoSARConfig
-from mosar.core.hard_domain import class_reach
 from mosar.core.layout import can_check_values
 from mosar.kernels import decode
+from mosar.kernels.plan import whole_reach
 from mosar.model.cache_tokens import FAR, Tokens, check_labels
 from mosar.model.regime_lists import EVICTED, HORIZON, LAST, SEEN, RegimeLists
 
@@ -176,7 +176,7 @@ class SparseKeys:
     ) -> tuple[Tensor, Tensor]:
         """q [B, Hq, T, D] with labels [B, Gr, T]; output and log-sum-exp."""
         alone = q.shape[2] == 1 and self._chunk is None
-        if alone and self._triton:
+        if alone and self._triton and _triton_serves(self.impl, q):
             return self._attend_on_gpu(q, labels, positions, scale, softcap)
         if not alone or not self._native:
             return self._attend_chunk(q, labels, positions, scale=scale, softcap=softcap)
@@ -222,8 +222,8 @@ class SparseKeys:
             labels.flatten(1),
             positions,
             self.lists.state,
-            self._reach_RC,
             position=max(self._slots - 1, 0),
+            window=self.window,
             scale=q.shape[-1] ** -0.5 if scale is None else scale,
             softcap=softcap,
             config=self.config,
@@ -398,9 +398,8 @@ class SparseKeys:
 
 def _reach(config: MoSARConfig, window: int | None) -> tuple[Tensor, Tensor]:
     """Largest whole distance per (regime, class), [R, C], and per class, [C], int32."""
-    limit = FAR if window is None else min(window, FAR)
+    reach_RC = whole_reach(config, window)
     with torch.inference_mode(False):
-        reach_RC = class_reach(config).floor().clamp_max(limit).to(torch.int32)
         reach_C = reach_RC.amax(dim=0)
         if config.num_sinks:
             # A window hides sinks too, but which keys are sinks must not change.
@@ -408,13 +407,13 @@ def _reach(config: MoSARConfig, window: int | None) -> tuple[Tensor, Tensor]:
     return reach_RC, reach_C
 
 
-def _triton_serves(impl: str, k: Tensor) -> bool:
-    """Whether the GPU's kernels read the lists; "triton" is refused where they cannot."""
-    if impl != "triton" and (impl != "auto" or k.device.type != "cuda"):
+def _triton_serves(impl: str, x: Tensor) -> bool:
+    """Whether the GPU's kernels can read lists of, or with, a tensor; "triton" insists on it."""
+    if impl != "triton" and (impl != "auto" or x.device.type != "cuda"):
         return False
     from mosar.kernels.triton import obstacle
 
-    reason = obstacle(k)
+    reason = obstacle(x)
     if reason is not None and impl == "triton":
         raise ValueError(f"impl='triton' cannot serve: {reason}; use impl='auto'")
     return reason is None

@@ -50,6 +50,7 @@ class Wanted:
     softcap: float | None = None
     num_sinks: int = 0
     num_regimes: int = 3
+    tf32: bool = False
     every_block: bool = False
     """All candidate blocks instead of the first."""
 
@@ -93,6 +94,7 @@ def record_launches(
     softcap: float | None,
     num_sinks: int,
     num_regimes: int = 3,
+    tf32: bool = False,
 ) -> dict[str, Launch]:
     """What forward and backward of a call launch, or a step of decoding, by name."""
     import torch
@@ -107,6 +109,7 @@ def record_launches(
     names |= {getattr(decode, f"{name}_kernel"): name for name in KERNELS["decode"]}
     names |= {getattr(plan, f"{name}_kernel"): name for name in KERNELS["plan"]}
     recorder = Recorder(launches, names)
+    torch.backends.cuda.matmul.fp32_precision = "tf32" if tf32 else "ieee"
     config = MoSARConfig(num_sinks=num_sinks)
     config = replace(config, regimes=config.regimes[-num_regimes:])
     length, kv_heads = 512, 2
@@ -130,8 +133,8 @@ def record_launches(
             cache.settle()
             store: Any = cache._store
             decode.attend_token(
-                q[:, :, :1], labels[:, :1], None, store.lists.state, store._reach_RC,
-                position=length - 1, scale=1.0, softcap=softcap, config=config,
+                q[:, :, :1], labels[:, :1], None, store.lists.state,
+                position=length - 1, window=None, scale=1.0, softcap=softcap, config=config,
             )  # fmt: skip
             return {launch.name: launch for launch in launches}
         if call in ("sparse", "plan"):
@@ -161,9 +164,10 @@ def compile_launch(launch: Launch, target: str, blocks=None) -> Compiled:
         given |= {"BLOCK_M": blocks.rows, "BLOCK_N": blocks.keys}
         options = {"num_warps": blocks.warps, "num_stages": blocks.stages}
     signature, constants, attributes = {}, {}, {}
-    for index, name in enumerate(launch.kernel.arg_names):
-        value = given[name]
-        if name.isupper() or value is None or (isinstance(value, int) and value == 1):
+    for index, parameter in enumerate(launch.kernel.params):
+        name, value = parameter.name, given[parameter.name]
+        special = isinstance(value, int) and not parameter.do_not_specialize
+        if name.isupper() or value is None or (special and value == 1):
             signature[name], constants[name] = "constexpr", value
         elif isinstance(value, torch.Tensor):
             dtype = type_canonicalisation_dict[str(value.dtype).removeprefix("torch.")]
@@ -173,7 +177,7 @@ def compile_launch(launch: Launch, target: str, blocks=None) -> Compiled:
             signature[name] = "fp32"
         else:
             signature[name] = "i32"
-            if value % 16 == 0:
+            if special and value % 16 == 0:
                 attributes[(index,)] = [["tt.divisibility", 16]]
     gpu = (
         GPUTarget("cuda", int(target[2:]), 32)
@@ -222,6 +226,7 @@ def compile_all(wanted: Iterable[Wanted]) -> Iterator[dict[str, Any]]:
             want.softcap,
             want.num_sinks,
             want.num_regimes,
+            want.tf32,
         )[want.kernel]
         found: tuple[Any, ...] = (None,)
         if want.kernel in blocks.KERNELS:

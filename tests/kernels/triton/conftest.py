@@ -3,6 +3,7 @@
 from dataclasses import replace
 from importlib.util import find_spec
 
+import numpy as np
 import pytest
 
 if find_spec("triton") is None:
@@ -35,6 +36,11 @@ else:
 
     interpreter.InterpretedFunction.__call__ = _call_device_function
     _UNCHECKED = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
+
+    # On a GPU the ordinary maximum and minimum leave out what is not a number; numpy's do not.
+    Builder = interpreter.InterpreterBuilder
+    Builder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
+    Builder.create_minnumf = lambda self, a, b: self.binary_op(a, b, np.fmin)
 
     @pytest.fixture(autouse=True)
     def small_blocks(request, monkeypatch):

@@ -67,6 +67,7 @@ def test_last_tokens(case, evict):
         {"padding": "holes"},
         {"heads_per_kv": 1, "head_dim": 1},
         {"heads_per_kv": 20, "head_dim": 80},
+        {"heads_per_kv": 70, "head_dim": 8},
         {"head_dim": 256},
         {"num_keys": 1},
     ],
@@ -111,6 +112,15 @@ def test_storage_may_be_narrower_than_the_model():
     half, _ = decoded(case, dtype=torch.float16)
     assert half.dtype == torch.float32
     torch.testing.assert_close(half, exact, atol=5e-3, rtol=5e-3)
+
+
+def test_a_wider_query_than_the_kernel_computes_in():
+    case = PLAIN.with_(num_keys=5, num_queries=5)
+    cache = new_cache(case, impl="triton")
+    cache.update(case.k, case.v, case.labels[1])
+    cache.settle()
+    with pytest.raises(ValueError, match=r"impl='triton' cannot serve: .* q is float64"):
+        cache.attend(case.q[:, :, :1].double(), case.labels[0][:, :1])
 
 
 def test_a_query_that_reads_nothing():

@@ -7,12 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch.library import wrap_triton
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cases import Case
 from kernels.budget import attend, distance_bias, run
 from mosar import MoSARConfig, Regime, distance_attention, mosar_attention
 from mosar.attention import _choose_implementation
+from mosar.kernels import triton
+from mosar.kernels.triton import decode, ops, plan
+from mosar.model.regime_cache import RegimeLayerCache
 
 CONFIG = MoSARConfig(
     regimes=(Regime("S", 3, 0.75), Regime("M", 8, 0.5), Regime("G", 20, 1.0)), num_sinks=1
@@ -91,6 +95,74 @@ def test_refusals():
         distance_attention(CASE.q, CASE.k, CASE.v, impl="triton", **bias)
 
 
+@pytest.mark.parametrize("impl", ["triton", "native", "tiled"])
+def test_what_is_not_a_number_is_seen(monkeypatch, impl):
+    """As in the reference: a router that has diverged must not train on in silence."""
+    pi_q = CASE.pi_q.clone()
+    pi_q[0, ..., -1, :] = float("nan")
+    inputs = (*CASE.inputs[:3], pi_q, CASE.pi_k)
+    # As on a GPU, and in a graph of torch.compile.
+    monkeypatch.setattr("mosar.attention.can_check_values", lambda tensor: False)
+    found = run(CASE, "soft", impl=impl, inputs=inputs)
+    expected = run(CASE, "soft", impl="reference", inputs=inputs)
+    for name in ("output", "lse", "dq", "dk", "dv"):
+        assert torch.equal(found[name].isnan(), expected[name].isnan()), name
+    assert expected["output"].isnan().any() and found["dpi_k"].isnan().any()
+
+
+def test_newer_settings_of_tf32():
+    """Older and newer settings are not to be mixed: torch refuses to read one after the other."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    assert ops._dot_precision(torch.ones(1)) == "ieee"
+    matmul.fp32_precision = "tf32"
+    try:
+        assert ops._dot_precision(torch.ones(1)) == "tf32"
+        assert ops._dot_precision(torch.ones(1, dtype=torch.float16)) == "ieee"
+        run(CASE.with_(num_queries=3, num_keys=3), "sparse", impl="triton")
+    finally:
+        matmul.fp32_precision = before
+
+
+def test_launches_are_made_on_the_tensors_device(monkeypatch):
+    """Triton launches on the current device; each operator makes that of its tensors current."""
+    inside, seen = [], []
+
+    class Guard:
+        def __init__(self, tensor):
+            self.shape = tensor.shape
+
+        def __enter__(self):
+            inside.append(self.shape)
+
+        def __exit__(self, *_):
+            inside.pop()
+
+    def launch(kernel):
+        seen.append(bool(inside))
+        return wrap_triton(kernel)
+
+    monkeypatch.setattr(torch.cuda, "device_of", Guard)
+    for module in (ops, plan, decode):
+        monkeypatch.setattr(module, "wrap_triton", launch)
+    for kind in ("sparse", "soft"):
+        run(CASE, kind, impl="triton")
+    cache = RegimeLayerCache(CONFIG, impl="triton")
+    cache.update(CASE.k, CASE.v, CASE.labels[1])
+    cache.settle()
+    cache.attend(CASE.q[:, :, :1], CASE.labels[0][:, :1])
+    assert len(seen) > 15 and all(seen)
+
+
+def test_a_short_table_is_refused_without_reading_values(monkeypatch):
+    """What exists follows from the shapes alone, so a GPU need not be waited for."""
+    monkeypatch.setattr("mosar.attention.can_check_values", lambda tensor: False)
+    with pytest.raises(
+        ValueError, match="log_gate covers distances up to 4, but a pair at distance 9"
+    ):
+        distance_attention(*(torch.ones(1, 1, 10, 8),) * 3, log_gate=torch.zeros(1, 5))
+
+
 class Pretended:
     """As much of a tensor on a GPU as choosing needs."""
 
@@ -112,6 +184,22 @@ class Pretended:
 def test_auto_on_a_gpu(given, learned, chosen):
     q: Any = Pretended(**given)
     assert _choose_implementation("auto", q, q, learned) == chosen
+
+
+@pytest.mark.parametrize(
+    ("hip", "capability", "chosen"),
+    [(None, (8, 0), "triton"), (None, (7, 5), "reference"), ("6.4", (7, 5), "triton")],
+)
+def test_auto_on_an_old_gpu(monkeypatch, hip, capability, chosen):
+    monkeypatch.setattr("mosar.kernels.triton.blocks.is_interpreted", lambda: False)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    triton._kept_machine_obstacle.cache_clear()
+    q: Any = Pretended()
+    try:
+        assert _choose_implementation("auto", q, q) == chosen
+    finally:
+        triton._kept_machine_obstacle.cache_clear()
 
 
 WITHOUT_A_GPU = """

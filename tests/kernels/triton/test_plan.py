@@ -6,9 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from cases import Case, cases
-from kernels.budget import differentiable, operator
+from kernels.budget import differentiable, distance_bias, operator
 from mosar import MoSARConfig, Regime
 from mosar.core.layout import resolve_layout
 from mosar.core.regimes import RegimeKernel
@@ -148,7 +149,16 @@ class NoWaiting(TorchDispatchMode):
         assert name not in self.WAITING, func
         if name in ("index", "index_put", "index_put_"):
             assert all(x is None or x.dtype != torch.bool for x in args[1]), func
+        if name in ("_to_copy", "copy_", "lift_fresh_copy"):
+            # From the host to the device, for which "meta" stands in.
+            target = (kwargs or {}).get("device") or args[0].device
+            sources = [x for x in args if isinstance(x, torch.Tensor)]
+            assert all(x.device == torch.device(target) for x in sources), func
         return func(*args, **(kwargs or {}))
+
+
+def on_meta(values):
+    return tree_map_only(torch.Tensor, lambda x: x.to("meta"), values)
 
 
 class NoLaunch:
@@ -179,9 +189,11 @@ def test_no_call_waits_for_the_device(monkeypatch, kind, traits):
     for module in (ops, device_plan):
         # No kernel is run: it is what happens between them that may wait.
         monkeypatch.setattr(module, "wrap_triton", lambda kernel: NoLaunch())
-    call = operator(case, kind, impl="triton")
-    call(*case.inputs)  # fills what is kept
-    inputs = differentiable(*case.inputs)
+    placement = on_meta(case.placement)
+    bias = {} if kind != "both" else on_meta(distance_bias(case, kind))
+    call = operator(case, kind, impl="triton", **placement, **bias)
+    call(*on_meta(case.inputs))  # fills what is kept
+    inputs = differentiable(*on_meta(case.inputs))
     with NoWaiting():
         out, lse = call(*inputs)
         (out.sum() + lse.sum()).backward()

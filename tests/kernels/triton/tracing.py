@@ -1,8 +1,11 @@
 """torch.compile on a training step, as far as it goes without a GPU: prints its graphs' kernels.
 
 Torch asks Triton which arguments a kernel writes, and Triton asks its driver for a target: one that
-says it is an H100 is enough. Nothing is run.
+says it is an H100 is enough. Nothing is run. The device "meta" stands in for the GPU: what a graph
+makes on the CPU would be copied to it in every call.
 """
+
+from functools import partial
 
 import torch
 import triton
@@ -30,10 +33,13 @@ graphs = []
 
 def keep(graph, inputs):
     graphs.append(graph)
+    for node in graph.graph.nodes:
+        value = node.meta.get("val")
+        assert not isinstance(value, torch.Tensor) or value.device.type == "meta", node
 
     def run(*given):
         return [
-            None if value is None else torch.empty(value.shape, dtype=value.dtype)
+            None if value is None else torch.empty(value.shape, dtype=value.dtype, device="meta")
             for value in (
                 None if node is None else node.meta["val"]
                 for node in graph.graph.find_nodes(op="output")[0].args[0]
@@ -43,20 +49,24 @@ def keep(graph, inputs):
     return run
 
 
-def attend(q, k, v, labels_q, labels_k):
-    layout = resolve_layout(1, 40, 40)
-    config = MoSARConfig.scaled(64)
-    options = {"scale": None, "softcap": None}
-    return callers.sparse_attention(q, k, v, labels_q, labels_k, config, layout, **options)[0]
+CONFIG = MoSARConfig(num_sinks=1)
 
 
-q = torch.zeros(1, 4, 40, 16, dtype=torch.bfloat16, requires_grad=True)
-k, v = (torch.zeros(1, 2, 40, 16, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
-labels = torch.zeros(1, 40, dtype=torch.long)
+def attend(q, k, v, routing_q, routing_k, kind):
+    layout = resolve_layout(1, 40, 40, device="meta")
+    attention = callers.sparse_attention if kind == "sparse" else callers.worth_attention
+    return attention(q, k, v, routing_q, routing_k, CONFIG, layout, scale=None, softcap=None)[0]
+
+
+new = partial(torch.zeros, dtype=torch.bfloat16, device="meta", requires_grad=True)
+q, k, v = (new(1, heads, 40, 16) for heads in (4, 2, 2))
+labels = torch.zeros(1, 40, dtype=torch.long, device="meta")
+pi = torch.zeros(1, 40, 3, device="meta", requires_grad=True)
 compiled = torch.compile(
     attend, fullgraph=True, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep)
 )
-compiled(q, k, v, labels, labels).float().sum().backward()
+for kind, routing in (("sparse", labels), ("soft", pi)):
+    compiled(q, k, v, routing, routing, kind).float().sum().backward()
 
 for graph in graphs:
     for node in graph.graph.nodes:

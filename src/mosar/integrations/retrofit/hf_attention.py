@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
 
@@ -120,11 +121,29 @@ def _segments(
         return None
     if position_ids.dim() != 2 or position_ids.shape[1] != k.shape[2]:
         return None
+    segments = _packed(position_ids)
+    return None if segments is None else segments.expand(k.shape[0], -1).contiguous()
+
+
+_KNOWN = WeakTensorKeyDictionary()
+
+
+def _packed(position_ids: Tensor) -> Tensor | None:
+    """Segments of packed rows, None where nothing is packed.
+
+    All layers of a pass are given the same tensor; it is looked into once, as a GPU is waited for.
+    """
+    # Of an inference tensor nobody knows whether it was written to since.
+    version = None if position_ids.is_inference() else position_ids._version
+    known = _KNOWN.get(position_ids)
+    if version is not None and known is not None and known[0] == version:
+        return known[1]
     starts = position_ids.diff(dim=1) != 1
-    if not bool(starts.any()):
-        return None
-    segments = torch.nn.functional.pad(starts.long().cumsum(dim=1), (1, 0))
-    return segments.expand(k.shape[0], -1).contiguous()
+    segments = None
+    if bool(starts.any()):
+        segments = F.pad(starts.long().cumsum(dim=1), (1, 0))
+    _KNOWN[position_ids] = (version, segments)
+    return segments
 
 
 AttentionInterface.register(NAME, routed_attention)

@@ -518,7 +518,8 @@ class Attention::Worker {
         for (int v = 0; v < 2; ++v) w[v] += pi[n] * h[v];
       }
       float* row = worth_ + (j - begin) * kLanes;
-      for (int v = 0; v < 2; ++v) store(row + v * kWidth, max(w[v], splat(p_.epsilon)));
+      // In this order: what is not a number stays so, and is seen.
+      for (int v = 0; v < 2; ++v) store(row + v * kWidth, max(splat(p_.epsilon), w[v]));
       if (backward_) compute_coefficients(pi, pos, j, w, begin);
     }
     if (backward_) std::fill(dbias_, dbias_ + (end - begin) * kLanes, 0.0f);

@@ -24,6 +24,7 @@ from mosar.kernels.triton.tiles import (
     GEOMETRY,
     WORTH,
     Bias,
+    at_least,
     edge_block,
     find_part,
     gate_places,
@@ -154,13 +155,13 @@ def query_block(
     routing, mixed, weight, weighted = sums.routing, sums.mixed, sums.weight, sums.weighted
     if BIAS == WORTH:
         worth = mix_gates(tokens, keys, bias, REGIMES, COLUMNS, False)
-        free = worth > bias.epsilon
+        free = ~(worth <= bias.epsilon)
         dworth = dscore
         if SPREAD:
             dworth = sum_heads(dscore, HEADS, False)
         dworth = tl.where(free, dworth, 0.0)
         routing = add_routing_of_queries(routing, dworth, tokens, keys, bias, REGIMES, COLUMNS)
-        worth = tl.maximum(worth, bias.epsilon)
+        worth = at_least(worth, bias.epsilon)
         if EXACT:
             held = tl.where(free, plain, 0.0)
             mixed = add_routing_of_queries(mixed, held, tokens, keys, bias, REGIMES, COLUMNS)
@@ -180,7 +181,7 @@ def query_block(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length_class"])
 def query_kernel(
     q, k, v, out, dout, dlse, row_max, row_sum, delta, dq, dpi_q, pi_q, pi_k,
     query_order, key_order, query_places, key_places, query_offsets, run_lo, run_hi, run_flat,
@@ -366,9 +367,9 @@ def key_block(
         dworth = dscore
         if SPREAD:
             dworth = sum_heads(dscore, HEADS, True)
-        dworth = tl.where(worth > bias.epsilon, dworth, 0.0)
+        dworth = tl.where(worth <= bias.epsilon, 0.0, dworth)
         routing = add_routing_of_keys(routing, dworth, tokens, keys, bias, REGIMES, COLUMNS)
-        worth = tl.maximum(worth, bias.epsilon)
+        worth = at_least(worth, bias.epsilon)
         if SPREAD:
             worth = spread_heads(worth, HEADS, True)
         plain *= worth
@@ -382,7 +383,7 @@ def key_block(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length_class"])
 def key_kernel(
     q, k, v, dout, row_max, row_sum, delta, dk, dv, dpi_k, pi_q, pi_k,
     query_order, key_order, query_places, key_places, key_offsets, run_lo, run_hi,

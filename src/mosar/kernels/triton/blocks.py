@@ -101,7 +101,9 @@ def candidates(
     return by_dim[min(dim for dim in by_dim if dim >= head_dim)]
 
 
-def choose(name: str, head_dim: int, dtype: torch.dtype) -> tuple[Any, dict[str, int]]:
+def choose(
+    name: str, head_dim: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Any, dict[str, int]]:
     """The kernel to launch, and the blocks to give it unless it finds them itself."""
     kernel = KERNELS[name]
     if is_interpreted():
@@ -109,7 +111,7 @@ def choose(name: str, head_dim: int, dtype: torch.dtype) -> tuple[Any, dict[str,
     found = candidates(name, head_dim, dtype, hip=torch.version.hip is not None)
     if len(found) == 1 or torch.are_deterministic_algorithms_enabled():
         return kernel, _launch_options(found[0])
-    return _tuned(name, found), {}
+    return _tuned(name, found, device), {}
 
 
 def _launch_options(blocks: Blocks) -> dict[str, int]:
@@ -122,7 +124,8 @@ def _launch_options(blocks: Blocks) -> dict[str, int]:
 
 
 @lru_cache(maxsize=64)
-def _tuned(name: str, found: tuple[Blocks, ...]) -> Any:
+def _tuned(name: str, found: tuple[Blocks, ...], device: torch.device) -> Any:
+    """One tuner per device: what is best on one may not fit into another."""
     configs = [
         triton.Config(
             {"BLOCK_M": blocks.rows, "BLOCK_N": blocks.keys},
@@ -135,7 +138,10 @@ def _tuned(name: str, found: tuple[Blocks, ...]) -> Any:
 
 
 # What the best blocks depend on, besides dtypes.
-_KEY = ["SHARE", "HEAD_DIM", "BIAS", "CAPPED", "LABELS", "length_class"]
+_KEY = [
+    *("SHARE", "HEAD_DIM", "BIAS", "CAPPED", "PRECISION", "LABELS", "REGIMES", "COLUMNS"),
+    "length_class",
+]
 
 
 def length_class(num_keys: int) -> int:

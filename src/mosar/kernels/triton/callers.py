@@ -11,6 +11,7 @@ from mosar.core.config import MoSARConfig
 from mosar.core.layout import Layout
 from mosar.kernels.tables import table_length
 from mosar.kernels.triton import ops
+from mosar.kernels.triton.launches import LOG2E
 from mosar.kernels.triton.plan import (
     DevicePlan,
     dense_plan,
@@ -137,12 +138,12 @@ def distance_attention(
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
     """All existing pairs with a bias by distance; no gradient reaches log_gate or slopes."""
-    log2e, level = math.log2(math.e), None
+    level = None
     if log_gate is not None:
-        log_gate = (log_gate.detach().float() * log2e).contiguous()
+        log_gate = (log_gate.detach().float() * LOG2E).contiguous()
         level = level_until(log_gate)
     if slopes is not None:
-        slopes = (slopes.detach().float() * log2e).contiguous()
+        slopes = (slopes.detach().float() * LOG2E).contiguous()
     return _attend(
         q,
         k,

@@ -10,8 +10,6 @@ nothing waits for the device.
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
@@ -19,15 +17,19 @@ from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
 from mosar.core.config import MoSARConfig
+from mosar.kernels.plan import whole_reach
+from mosar.kernels.tables import on_device
+from mosar.kernels.triton.launches import handed_over, in_base_two, launching_on
 from mosar.kernels.triton.plan import plateaus
 from mosar.kernels.triton.tiles import GEOMETRY, LN2, NEVER, cap_scores, fall, take_plateau
 
-_LOG2E = math.log2(math.e)
 # Keys that a part should have at least, so that reading them outweighs starting and joining it.
 _KEYS_PER_PART = 256
 _MOST_PARTS = 32
 # Of a block of keys: what several of them leave of 64 KiB of shared memory.
 _BLOCK_BYTES = 16 * 1024
+# Query heads in a program: sums of more do not stay in registers at wide head dims.
+_MOST_ROWS = 32
 
 
 @triton.jit
@@ -61,8 +63,10 @@ def decode_kernel(
     program = tl.program_id(0)
     part = program % num_parts
     c = program // num_parts % CLASSES
-    head = program // (num_parts * CLASSES) % heads
-    row_group = program // (num_parts * CLASSES * heads)
+    CHUNKS: tl.constexpr = (SHARE + BLOCK_M - 1) // BLOCK_M
+    chunk = program // (num_parts * CLASSES) % CHUNKS
+    head = program // (num_parts * CLASSES * CHUNKS) % heads
+    row_group = program // (num_parts * CLASSES * CHUNKS * heads)
     row = row_group // groups
     label = tl.load(labels + row_group).to(tl.int32)
     if positions is not None:
@@ -79,7 +83,7 @@ def decode_kernel(
     stop = tl.minimum(start + size, end)
     plateau = take_plateau(plateaus, falls, label, c, CLASSES, GEOMETRY)
 
-    share = tl.arange(0, BLOCK_M)
+    share = chunk * BLOCK_M + tl.arange(0, BLOCK_M)
     dim = tl.arange(0, BLOCK_D)
     query_head = (row_group * heads + head) * SHARE + share
     live = share < SHARE
@@ -200,53 +204,52 @@ def cache_attend(
     split = (batch, query_heads, classes * parts)
     part_max, part_sum = lse.new_empty(split), lse.new_empty(split)
     part_out = lse.new_empty((*split, dim))
-    capped = softcap > 0
     block_d = max(16, triton.next_power_of_2(dim))
-    wrap_triton(decode_kernel)[(batch * groups * heads * classes * parts,)](
-        q=q,
-        k_pool=k_pool,
-        v_pool=v_pool,
-        table=table,
-        marks=marks,
-        labels=labels,
-        positions=positions,
-        reach=reach,
-        plateaus=plateaus,
-        falls=falls,
-        part_max=part_max,
-        part_sum=part_sum,
-        part_out=part_out,
-        position=position,
-        width=table.shape[1],
-        groups=groups,
-        heads=heads,
-        num_parts=parts,
-        factor=scale / softcap if capped else scale * _LOG2E,
-        cap=softcap * _LOG2E,
-        barrier=barrier * _LOG2E,
-        exponent=exponent,
-        SHARE=share,
-        HEAD_DIM=dim,
-        BLOCK_D=block_d,
-        CLASSES=classes,
-        PAGE=page,
-        CAPPED=capped,
-        SQUARE=exponent == 2,
-        PRECISION="ieee",
-        BLOCK_M=max(16, triton.next_power_of_2(share)),
-        BLOCK_N=max(16, min(64, _BLOCK_BYTES // (block_d * q.element_size()))),
-    )
-    wrap_triton(combine_kernel)[(batch * query_heads,)](
-        part_max=part_max,
-        part_sum=part_sum,
-        part_out=part_out,
-        out=out,
-        lse=lse,
-        num_parts=classes * parts,
-        HEAD_DIM=dim,
-        BLOCK_D=block_d,
-        BLOCK_P=16,
-    )
+    block_m = min(_MOST_ROWS, max(16, triton.next_power_of_2(share)))
+    chunks = -(-share // block_m)
+    with launching_on(q):
+        wrap_triton(decode_kernel)[(batch * groups * heads * chunks * classes * parts,)](
+            q=q,
+            k_pool=k_pool,
+            v_pool=v_pool,
+            table=table,
+            marks=marks,
+            labels=labels,
+            positions=positions,
+            reach=reach,
+            plateaus=plateaus,
+            falls=falls,
+            part_max=part_max,
+            part_sum=part_sum,
+            part_out=part_out,
+            position=position,
+            width=table.shape[1],
+            groups=groups,
+            heads=heads,
+            num_parts=parts,
+            exponent=exponent,
+            SHARE=share,
+            HEAD_DIM=dim,
+            BLOCK_D=block_d,
+            CLASSES=classes,
+            PAGE=page,
+            SQUARE=exponent == 2,
+            PRECISION="ieee",
+            BLOCK_M=block_m,
+            BLOCK_N=max(16, min(64, _BLOCK_BYTES // (block_d * q.element_size()))),
+            **in_base_two(scale, softcap, barrier),
+        )
+        wrap_triton(combine_kernel)[(batch * query_heads,)](
+            part_max=part_max,
+            part_sum=part_sum,
+            part_out=part_out,
+            out=out,
+            lse=lse,
+            num_parts=classes * parts,
+            HEAD_DIM=dim,
+            BLOCK_D=block_d,
+            BLOCK_P=16,
+        )
     return out, lse
 
 
@@ -262,17 +265,17 @@ def attend_token(
     labels: Tensor,
     positions: Tensor | None,
     state: tuple[Tensor, ...],
-    reach: Tensor,
     *,
     position: int,
+    window: int | None,
     scale: float,
     softcap: float | None,
     config: MoSARConfig,
 ) -> tuple[Tensor, Tensor]:
     """q [B, Hq, 1, D] of labels [B, Gr] over the lists of a cache; output and log-sum-exp.
 
-    state: k_pool, v_pool, table, marks and more; reach [R, C]; position: of every row where there
-    are no positions [B, 1]. What the host keeps (table, marks, reach) is copied to the device.
+    state: k_pool, v_pool, table, marks and more; position: of every row where there are no
+    positions [B, 1]. What the host keeps (table, marks, positions) is handed to the device.
     """
     k_pool, v_pool, table, marks, *_ = state
     device = q.device
@@ -280,12 +283,12 @@ def attend_token(
     return torch.ops.mosar.triton_cache_attend(
         q.contiguous(),
         labels.contiguous(),
-        None if positions is None else positions.to(device).contiguous(),
+        None if positions is None else handed_over(positions, device).contiguous(),
         k_pool,
         v_pool,
-        table.to(device),
-        marks.to(device),
-        reach.to(device),
+        handed_over(table, device),
+        handed_over(marks, device),
+        on_device(device, whole_reach, config, window),
         whole,
         falls,
         position,

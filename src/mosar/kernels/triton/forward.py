@@ -20,6 +20,7 @@ from mosar.kernels.triton.tiles import (
     NEVER,
     WORTH,
     Bias,
+    at_least,
     edge_block,
     find_part,
     load_matrix,
@@ -75,7 +76,7 @@ def attend_block(
         EDGE, BIAS, CAPPED, SQUARE, False,
     )  # fmt: skip
     if BIAS == WORTH:
-        worth = tl.maximum(mix_gates(tokens, keys, bias, REGIMES, COLUMNS, False), bias.epsilon)
+        worth = at_least(mix_gates(tokens, keys, bias, REGIMES, COLUMNS, False), bias.epsilon)
         if SPREAD:
             worth = spread_heads(worth, HEADS, False)
         # The exponent of the worth is nearly its logarithm: weights end up in [0, 2), and half
@@ -94,7 +95,7 @@ def attend_block(
     return Softmax(top=top, total=state.total * shrink + tl.sum(weight, axis=1), sums=sums)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length_class"])
 def forward_kernel(
     q, k, v, out, lse, row_max, row_sum, pi_q, pi_k,
     query_order, key_order, query_places, key_places, query_offsets, run_lo, run_hi, run_flat,

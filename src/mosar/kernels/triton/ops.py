@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -12,10 +11,10 @@ from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
 from mosar.kernels.triton.blocks import choose, length_class, num_splits
+from mosar.kernels.triton.launches import in_base_two, launching_on
 from mosar.kernels.triton.plan import reader_runs
 
 NONE, GEOMETRY, WORTH, TABLE = range(4)
-_LOG2E = math.log2(math.e)
 
 
 @triton_op("mosar::triton_attend", mutates_args={})
@@ -59,18 +58,19 @@ def attend(
         run_lo, table, level_until, slopes, plateaus, falls, groups, bias, scale, softcap,
         barrier, exponent, epsilon,
     )  # fmt: skip
-    kernel, blocks = choose("forward", q.shape[3], q.dtype)
-    wrap_triton(kernel)[_query_grid(q, k, query_offsets)](
-        out=out,
-        lse=lse,
-        row_max=softmax[0],
-        row_sum=softmax[1],
-        query_offsets=query_offsets,
-        run_hi=run_hi,
-        run_flat=run_flat,
-        **common,
-        **blocks,
-    )
+    kernel, blocks = choose("forward", q.shape[3], q.dtype, q.device)
+    with launching_on(q):
+        wrap_triton(kernel)[_query_grid(q, k, query_offsets)](
+            out=out,
+            lse=lse,
+            row_max=softmax[0],
+            row_sum=softmax[1],
+            query_offsets=query_offsets,
+            run_hi=run_hi,
+            run_flat=run_flat,
+            **common,
+            **blocks,
+        )
     return out, lse, softmax
 
 
@@ -128,23 +128,23 @@ def attend_backward(
     routed = pi_q is not None and pi_k is not None
     regimes = common["REGIMES"] if routed else 0
     shares_q = delta.new_empty((*delta.shape, regimes))
-    kernel, blocks = choose("query", dim, q.dtype)
-    wrap_triton(kernel)[_query_grid(q, k, query_offsets)](
-        out=out,
-        dlse=dlse,
-        delta=delta,
-        dq=dq,
-        dpi_q=shares_q,
-        query_offsets=query_offsets,
-        run_flat=run_flat,
-        EXACT=q.dtype == torch.float32,
-        **common,
-        **blocks,
-    )
-
-    readers = reader_runs(query_offsets, key_offsets, run_lo, run_hi, run_flat, keys)
+    kernel, blocks = choose("query", dim, q.dtype, q.device)
+    with launching_on(q):
+        wrap_triton(kernel)[_query_grid(q, k, query_offsets)](
+            out=out,
+            dlse=dlse,
+            delta=delta,
+            dq=dq,
+            dpi_q=shares_q,
+            query_offsets=query_offsets,
+            run_flat=run_flat,
+            EXACT=q.dtype == torch.float32,
+            **common,
+            **blocks,
+        )
+        readers = reader_runs(query_offsets, key_offsets, run_lo, run_hi, run_flat, keys)
     classes = run_lo.shape[2]
-    kernel, blocks = choose("key", dim, q.dtype)
+    kernel, blocks = choose("key", dim, q.dtype, q.device)
     splits = num_splits(batch * kv_heads * keys // 64, heads // kv_heads, q.device)
     # Zero where the plan may leave out keys: it lists no padding.
     new = delta.new_empty if key_order is None else delta.new_zeros
@@ -157,20 +157,21 @@ def attend_backward(
         tiles = -(-keys // meta["BLOCK_N"]) + classes - 1
         return (tiles * splits * kv_heads * batch,)
 
-    wrap_triton(kernel)[key_grid](
-        delta=delta,
-        dk=dk,
-        dv=dv,
-        dpi_k=shares_k,
-        key_offsets=key_offsets,
-        read_from=readers.first,
-        read_to=readers.end,
-        flat_to=readers.flat_end,
-        batches=batch,
-        SPLITS=splits,
-        **common,
-        **blocks,
-    )
+    with launching_on(q):
+        wrap_triton(kernel)[key_grid](
+            delta=delta,
+            dk=dk,
+            dv=dv,
+            dpi_k=shares_k,
+            key_offsets=key_offsets,
+            read_from=readers.first,
+            read_to=readers.end,
+            flat_to=readers.flat_end,
+            batches=batch,
+            SPLITS=splits,
+            **common,
+            **blocks,
+        )
     dk, dv = (x[0] if splits == 1 else x.sum(dim=0).to(q.dtype) for x in (dk, dv))
     if pi_k is None or not routed:
         return dq, dk, dv, delta.new_empty(0), delta.new_empty(0)
@@ -199,56 +200,56 @@ def _common(
         for name, matrix in (("q", q), ("k", k), ("v", v))
         for index, axis in enumerate(("batch", "head", "token"))
     }
-    capped = softcap > 0
-    return strides | {
-        "q": q,
-        "k": k,
-        "v": v,
-        "pi_q": pi_q,
-        "pi_k": pi_k,
-        "query_order": query_order,
-        "key_order": key_order,
-        "query_places": query_places,
-        "key_places": key_places,
-        "run_lo": run_lo,
-        "plateaus": plateaus,
-        "falls": falls,
-        "table": table,
-        "level_until": level_until,
-        "slopes": slopes,
-        "plan_batch": by_batch,
-        "plan_group": by_group,
-        "groups": groups,
-        "kv_heads": kv_heads,
-        "num_queries": queries,
-        "num_keys": keys,
-        "shift": keys - queries,
-        "table_stride": 0 if table is None or table.shape[0] == 1 else table.shape[1],
-        "table_length": 1 if table is None else table.shape[1],
-        "factor": scale / softcap if capped else scale * _LOG2E,
-        "cap": softcap * _LOG2E,
-        "barrier": barrier * _LOG2E,
-        "exponent": exponent,
-        "epsilon": epsilon,
-        "length_class": length_class(keys),
-        "SHARE": heads // kv_heads,
-        "HEAD_DIM": dim,
-        "BLOCK_D": max(16, triton.next_power_of_2(dim)),
-        "LABELS": query_offsets.shape[1] - 1,
-        "CLASSES": classes,
-        "REGIMES": 1 if pi_q is None else pi_q.shape[-1],
-        "COLUMNS": 1 if pi_k is None else pi_k.shape[-1],
-        "BIAS": bias,
-        "CAPPED": capped,
-        "SQUARE": exponent == 2,
-        "PRECISION": _dot_precision(q),
-    }
+    return (
+        strides
+        | in_base_two(scale, softcap, barrier)
+        | {
+            "q": q,
+            "k": k,
+            "v": v,
+            "pi_q": pi_q,
+            "pi_k": pi_k,
+            "query_order": query_order,
+            "key_order": key_order,
+            "query_places": query_places,
+            "key_places": key_places,
+            "run_lo": run_lo,
+            "plateaus": plateaus,
+            "falls": falls,
+            "table": table,
+            "level_until": level_until,
+            "slopes": slopes,
+            "plan_batch": by_batch,
+            "plan_group": by_group,
+            "groups": groups,
+            "kv_heads": kv_heads,
+            "num_queries": queries,
+            "num_keys": keys,
+            "shift": keys - queries,
+            "table_stride": 0 if table is None or table.shape[0] == 1 else table.shape[1],
+            "table_length": 1 if table is None else table.shape[1],
+            "exponent": exponent,
+            "epsilon": epsilon,
+            "length_class": length_class(keys),
+            "SHARE": heads // kv_heads,
+            "HEAD_DIM": dim,
+            "BLOCK_D": max(16, triton.next_power_of_2(dim)),
+            "LABELS": query_offsets.shape[1] - 1,
+            "CLASSES": classes,
+            "REGIMES": 1 if pi_q is None else pi_q.shape[-1],
+            "COLUMNS": 1 if pi_k is None else pi_k.shape[-1],
+            "BIAS": bias,
+            "SQUARE": exponent == 2,
+            "PRECISION": _dot_precision(q),
+        }
+    )
 
 
 def _dot_precision(q: Tensor) -> str:
-    """float32 products as torch itself is told to make them."""
-    relaxed = torch.get_float32_matmul_precision() != "highest"
-    return "tf32" if relaxed and torch.version.hip is None else "ieee"
+    """float32 products as torch itself is told to make them, by its older or its newer settings."""
+    if q.dtype != torch.float32 or torch.version.hip is not None:
+        return "ieee"
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
 def _query_grid(q: Tensor, k: Tensor, query_offsets: Tensor):

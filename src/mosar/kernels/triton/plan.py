@@ -13,7 +13,6 @@ Shapes: P plan rows, T queries, S keys, R labels, C classes; all int32.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import NamedTuple
@@ -35,7 +34,8 @@ from mosar.kernels.plan import (
     sparse_plan_input,
     whole_reach,
 )
-from mosar.kernels.tables import gate_table, kept_table
+from mosar.kernels.tables import gate_table, kept_table, on_device
+from mosar.kernels.triton.launches import launching_on
 from mosar.kernels.triton.planning import (
     count_kernel,
     place_kernel,
@@ -108,9 +108,11 @@ def sparse_plan(
 
 
 @kept_table
-def _boundless_reach(config: MoSARConfig, window: int | None) -> Tensor:
+def _boundless_reach(
+    config: MoSARConfig, window: int | None, device: torch.device | None = None
+) -> Tensor:
     """The reach of top-1 routing, [R, C]: all that exists."""
-    reach = whole_reach(config, window)
+    reach = whole_reach(config, window, device=device)
     return torch.full_like(reach, _FAR if window is None else window)
 
 
@@ -127,26 +129,27 @@ def plan_by_counting(
     labels, classes = reach.shape
     new = partial(labels_q.new_empty, dtype=torch.int32)
     before = new((rows, keys + 1, classes))
-    sorted_q = _sort_by_counting(labels_q, labels, labels, keys - queries, None)
-    sorted_k = _sort_by_counting(classes_k, classes + padded, classes, 0, before)
-    run_lo, run_hi, run_flat = (new((rows, queries, classes)) for _ in range(3))
-    num_blocks = -(-queries // BLOCK)
-    wrap_triton(runs_kernel)[(rows * num_blocks,)](
-        labels=labels_q,
-        order=sorted_q[0],
-        before=before,
-        reach=reach,
-        plateaus=plateau,
-        run_lo=run_lo,
-        run_hi=run_hi,
-        run_flat=run_flat,
-        num_queries=queries,
-        num_keys=keys,
-        shift=keys - queries,
-        num_blocks=num_blocks,
-        CLASSES=classes,
-        BLOCK=BLOCK,
-    )
+    with launching_on(labels_q):
+        sorted_q = _sort_by_counting(labels_q, labels, labels, keys - queries, None)
+        sorted_k = _sort_by_counting(classes_k, classes + padded, classes, 0, before)
+        run_lo, run_hi, run_flat = (new((rows, queries, classes)) for _ in range(3))
+        num_blocks = -(-queries // BLOCK)
+        wrap_triton(runs_kernel)[(rows * num_blocks,)](
+            labels=labels_q,
+            order=sorted_q[0],
+            before=before,
+            reach=reach,
+            plateaus=plateau,
+            run_lo=run_lo,
+            run_hi=run_hi,
+            run_flat=run_flat,
+            num_queries=queries,
+            num_keys=keys,
+            shift=keys - queries,
+            num_blocks=num_blocks,
+            CLASSES=classes,
+            BLOCK=BLOCK,
+        )
     orders = (sorted_q[0], sorted_k[0], sorted_q[1], sorted_k[1], sorted_q[2], sorted_k[2])
     return *orders, run_lo, run_hi, run_flat
 
@@ -196,12 +199,17 @@ plan_by_counting.register_fake(_fake_plan)
 
 def dense_plan(layout: Layout) -> DevicePlan:
     """The plan of all pairs that exist; the ordinary one is kept for other layers and steps."""
-    ordinary = layout.default_positions and layout.key_valid is None and layout.key_segments is None
-    if not ordinary:
+    if not layout.is_ordinary:
         return _device_plan(dense_plan_input(layout), None)
     queries, keys = layout.query_positions.shape[1], layout.key_positions.shape[1]
-    make = _ordinary_plan.__wrapped__ if torch.compiler.is_compiling() else _ordinary_plan
+    # What a graph of launches reads must live as long as the graph: it gets its own.
+    in_graph = torch.compiler.is_compiling() or _is_capturing()
+    make = _ordinary_plan.__wrapped__ if in_graph else _ordinary_plan
     return make(queries, keys, layout.window, layout.query_positions.device)
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 @lru_cache(maxsize=8)
@@ -316,41 +324,39 @@ def reader_runs(
 
 
 @kept_table
-def _plateaus(config: MoSARConfig) -> Tensor:
+def _plateaus(config: MoSARConfig, device: torch.device | None = None) -> Tensor:
     """The plateau of each (label, class) in whole distances, [R, C] int32; boundless: all."""
-    return torch.where(_boundless(config), _FAR, _plateau(config).floor()).int()
+    plateau = pair_geometry(config, device).plateau.clamp_max(_FAR - 1)
+    if config.num_sinks:
+        plateau = torch.cat([plateau, plateau.new_zeros(config.num_regimes, 1)], dim=1)
+    return torch.where(_boundless(config, device), _FAR, plateau.floor()).int()
 
 
 @kept_table
-def _falls(config: MoSARConfig) -> Tensor:
+def _falls(config: MoSARConfig, device: torch.device | None = None) -> Tensor:
     """What the plateau has beyond its whole distances, and 1 / transition, [R, C, 2].
 
     A step (transition 0) falls half-way between its last distance and the next.
     """
-    pairs = pair_geometry(config)
+    pairs = pair_geometry(config, device)
     step = pairs.transition == 0
     inverse = torch.where(step, 1e30, 1 / pairs.transition.clamp_min(1e-30))
     fraction = torch.where(step, 0.5, pairs.plateau - pairs.plateau.floor())
     falls = torch.stack([fraction, inverse], dim=-1)
     if config.num_sinks:
         falls = torch.cat([falls, falls.new_zeros(config.num_regimes, 1, 2)], dim=1)
-    return falls.masked_fill(_boundless(config)[:, :, None], 0.0).float()
+    return falls.masked_fill(_boundless(config, device)[:, :, None], 0.0).float()
 
 
-def _boundless(config: MoSARConfig) -> Tensor:
-    return class_reach(config) == math.inf
-
-
-def _plateau(config: MoSARConfig) -> Tensor:
-    plateau = pair_geometry(config).plateau.clamp_max(_FAR - 1)
-    if config.num_sinks:
-        plateau = torch.cat([plateau, plateau.new_zeros(config.num_regimes, 1)], dim=1)
-    return plateau
+def _boundless(config: MoSARConfig, device: torch.device | None) -> Tensor:
+    return class_reach(config, device) == math.inf
 
 
 @kept_table
-def _gates_level_until(config: MoSARConfig, length: int) -> Tensor:
-    return level_until(gate_table(config, length).flatten(0, 1))
+def _gates_level_until(
+    config: MoSARConfig, length: int, device: torch.device | None = None
+) -> Tensor:
+    return level_until(gate_table(config, length, device=device).flatten(0, 1))
 
 
 def level_until(table: Tensor) -> Tensor:
@@ -359,19 +365,6 @@ def level_until(table: Tensor) -> Tensor:
     changes = (table[:, 1:] != table[:, :-1]).any(dim=0)
     last = F.pad(torch.where(changes, distances, _FAR), (0, 1), value=_FAR)
     return last.flip(0).cummin(dim=0).values.flip(0)
-
-
-@lru_cache(maxsize=64)
-def _kept_on(device: torch.device, make: Callable[..., Tensor], *arguments: Hashable) -> Tensor:
-    with torch.inference_mode(False):
-        return make(*arguments).to(device)
-
-
-def on_device(device: torch.device, make: Callable[..., Tensor], *arguments: Hashable) -> Tensor:
-    """A kept table on a device, copied there once: copying waits for the device."""
-    if torch.compiler.is_compiling():
-        return make(*arguments).to(device)
-    return _kept_on(device, make, *arguments)
 
 
 def plateaus(config: MoSARConfig, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -379,6 +379,12 @@ def make_logits(
 
 
 @triton.jit
+def at_least(worth, epsilon):
+    """The worth, held at epsilon; what is not a number stays so, and is seen."""
+    return tl.maximum(worth, epsilon, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def mix_gates(
     tokens, keys, bias, REGIMES: tl.constexpr, COLUMNS: tl.constexpr, KEYS_FIRST: tl.constexpr
 ):
