@@ -64,9 +64,10 @@ MAY_IMPORT = {
     },
     "planning": {
         *("torch", "rich", "mosar.core", "mosar.geometries", "mosar.planning", "mosar.records"),
-        # What a run is configured with, never how it is trained.
-        *("mosar.model.config", "mosar.training.config", "mosar.training.mesh"),
-        "mosar.training.share",
+        # What a run is configured with and what its folder holds, never how it is trained.
+        *("mosar.model.config", "mosar.training.config", "mosar.training.errors"),
+        *("mosar.training.mesh", "mosar.training.run_folder", "mosar.training.share"),
+        "mosar.evaluation.store",
     },
     "integrations/megatron": {
         *("torch", "megatron", "mosar.attention", "mosar.core", "mosar.integrations.megatron"),

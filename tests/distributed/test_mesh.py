@@ -177,6 +177,10 @@ def test_one_process_imports_nothing_of_this(dataset, tmp_path):
         ({"WORLD_SIZE": "2"}, "RANK not set"),
         ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK=2 and WORLD_SIZE=2"),
         ({"WORLD_SIZE": "2", "RANK": "0"}, "MASTER_ADDR and MASTER_PORT not set"),
+        (
+            {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "abc"},
+            "MASTER_PORT=abc",
+        ),
     ],
 )
 def test_half_an_environment_is_one_line(dataset, tmp_path, monkeypatch, variables, said):

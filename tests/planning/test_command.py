@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from mosar.cli import app
 from mosar.geometries import VARIANTS
-from mosar.planning.lines import BASES, say
+from mosar.planning.lines import BASES, brief, say
 
 
 def run(*arguments):
@@ -94,6 +94,7 @@ def test_density_of_records_and_of_numbers(tmp_path, request):
         (("--gpus", 3, "--tensor", 3), "--tensor 3 must divide model.num_heads=8"),
         (("--gpus", 4, "--data", 4, "--windows", 6), "--windows must be a multiple of"),
         (("--density", "nowhere"), "--density must be paper, small, a number, or a folder"),
+        (("--density", ""), "--density must be paper, small, a number, or a folder"),
         (("--density", "1.5"), "--density must be a share in (0, 1], got 1.5"),
         (("--variant", "rope", "--density", "small"), "rope has no routers"),
         (
@@ -146,3 +147,63 @@ def test_a_folder_without_such_records(tmp_path):
 )
 def test_numbers_are_said_in_units(value, unit, text):
     assert say(value, unit) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "text"),
+    [
+        *((1023, "B", "1,023 B"), (1536, "B", "1.50 KiB"), (12.34 * 2**30, "B", "12.3 GiB")),
+        *((604.05e6, "FLOP", "604 MFLOP"), (4.7, "%", "4.70 %"), (34.12, "%", "34.1 %")),
+    ],
+)
+def test_few_digits(value, unit, text):
+    assert brief(value, unit) == text
+
+
+def test_a_narrow_terminal_shows_every_column():
+    result = CliRunner().invoke(app, ["plan", "--context", "8192"], env={"COLUMNS": "80"})
+    lines = result.stdout.splitlines()
+    heads = [
+        i for i, line in enumerate(lines) if line.startswith("attention of a token, forward: ")
+    ]
+    assert [lines[i].rpartition(" ")[2] for i in heads] == ["paper/mosar", "small/mosar"]
+    for i in heads:
+        assert lines[i + 1].split() == [
+            *("context", "all", "pairs", "support", "density", "basis", "part", "cache"),
+            *("all", "keys"),
+        ]
+        assert all("modelled" in line and "…" not in line for line in lines[i + 2 : i + 9])
+
+
+def test_density_of_a_run_that_was_evaluated(request, tmp_path):
+    """What `mosar evaluate` and `mosar reproduce` leave behind, each where it lies."""
+    records = request.config.rootpath / "results" / "small" / "records" / "mosar-seed0.jsonl"
+    lines = [json.loads(line) for line in records.read_text().splitlines()]
+    run, experiment = tmp_path / "run", tmp_path / "experiment"
+    (run / "evaluations").mkdir(parents=True)
+    (experiment / "records").mkdir(parents=True)
+    (experiment / "cells" / "mosar-seed0").mkdir(parents=True)
+    (experiment / "records" / records.name).write_text(records.read_text())
+    for folder in (run, experiment / "cells" / "mosar-seed0"):
+        (folder / "metrics.jsonl").write_text('{"step": 1}\n')
+    (config,) = [line["config"] for line in lines if line["kind"] == "training"]
+    (run / "config.json").write_text(
+        json.dumps({"schema": 1, "environment": {}, "data_fingerprint": "", **config})
+    )
+    for number, line in enumerate(line for line in lines if line["kind"] == "evaluation"):
+        (run / "evaluations" / f"{number}.json").write_text(json.dumps(line) + "\n")
+        line["step"] -= 1
+        # An older step, of another density, does not count.
+        older = json.dumps(line | {"density": 0.9})
+        (run / "evaluations" / f"{number}-older.json").write_text(older + "\n")
+    plans = [
+        as_json("--preset", "small", "--density", folder)
+        for folder in (run, run / "evaluations", experiment)
+    ]
+    densities = [
+        [(cost["density"], cost["basis"]) for cost in plan["attention_by_context"]]
+        for plan in plans
+    ]
+    assert densities[0] == densities[1] == densities[2]
+    assert [basis for _, basis in densities[0]][1:4] == ["measured"] * 3
+    assert densities[0][1][0] < 0.2

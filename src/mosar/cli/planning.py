@@ -35,7 +35,10 @@ def plan(
     gpus: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Ranks; by default --data x --shard x --tensor.", show_default=False
+            min=1,
+            max=1_000_000,
+            help="Ranks; by default --data x --shard x --tensor.",
+            show_default=False,
         ),
     ] = None,
     data: Annotated[

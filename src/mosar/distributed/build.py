@@ -46,7 +46,7 @@ def _placement(ranks: int, parameter: nn.Parameter) -> Shard | None:
 
     The first one of routers counts their groups, often one: all but one process would get padding.
     """
-    shape = parameter.shape
+    shape = local(parameter.detach()).shape
     if shape[0] >= ranks:
         return None
     even = [dim for dim in range(len(shape)) if shape[dim] % ranks == 0]
@@ -69,7 +69,8 @@ def _initialise(decoder: Decoder, seed: int, devices: DeviceMesh) -> None:
     """One whole parameter at a time, of which the own part is kept."""
     for name, parameter in decoder.named_parameters():
         own = local(parameter.detach())
-        part = torch.empty(parameter.shape, dtype=own.dtype, device=own.device)
+        # On the CPU, as for one process: another device draws other numbers.
+        part = torch.empty(parameter.shape, dtype=own.dtype)
         decoder.init_parameter(name, part, seed)
         for axis in (TENSOR, SHARD):
             dim = split_dim(parameter, axis)

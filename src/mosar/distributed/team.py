@@ -88,6 +88,8 @@ class ProcessTeam(Team):
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
         if missing:
             raise environment_error(f"{' and '.join(missing)} not set")
+        if not os.environ["MASTER_PORT"].isdecimal():
+            raise environment_error(f"MASTER_PORT={os.environ['MASTER_PORT']}")
         timeout = timedelta(seconds=self.config.distributed.timeout)
         dist.init_process_group(backend, timeout=timeout)
 
@@ -233,7 +235,8 @@ class ProcessTeam(Team):
         # Each number of the gradient once: those that several processes hold count in one.
         square = _square(split)
         self._add(square, TENSOR)
-        square += _square(whole)
+        # Not in place: of no gradients at all the norm is a number on the CPU.
+        square = square + _square(whole)
         if self.mesh.uses_fsdp:
             self._add(square, SHARD)
         return square.sqrt().float()

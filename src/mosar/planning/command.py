@@ -85,8 +85,8 @@ def choose_curves(config: RunConfig, density: str | None) -> list[DensityCurve]:
         if not 0 < number <= 1:
             raise PlanError(f"--density must be a share in (0, 1], got {density}")
         return [constant_curve(number)]
-    folder = Path(density)
-    if not folder.is_dir():
+    folder = Path(density).resolve()
+    if not density or not folder.is_dir():
         raise PlanError(
             f"--density must be {', '.join(sources)}, a number, or a folder with records, "
             f"got {density!r}"

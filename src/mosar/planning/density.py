@@ -22,10 +22,13 @@ from typing import Any
 
 from mosar.core.config import MoSARConfig
 from mosar.core.regimes import support_reach
+from mosar.evaluation.store import EVALUATIONS
 from mosar.planning.errors import PlanError
 from mosar.planning.lines import Basis
 from mosar.records import EvaluationRecord, Record, TrainingRecord, read_records
 from mosar.training.config import RunConfig
+from mosar.training.errors import TrainingError
+from mosar.training.run_folder import METRICS, read_config
 
 Matrix = tuple[tuple[float, ...], ...]
 
@@ -158,18 +161,17 @@ def packaged_curves() -> dict[str, DensityCurve]:
 
 
 def curves_from_records(folder: Path) -> dict[str, DensityCurve]:
-    """A curve for each routed variant, from the evaluations below a folder; mean over seeds."""
+    """A curve for each routed variant, from the evaluations below a folder; mean over seeds.
+
+    The folder is a run that was evaluated, an experiment, or one that holds files of records.
+    """
+    folder = folder.resolve()
     found: dict[str, dict[float, list[EvaluationRecord]]] = {}
     geometries: dict[str, set[MoSARConfig | None]] = {}
-    for path in sorted(folder.rglob("*.jsonl")):
-        records = _read(path)
-        trained = {r.cell.name: _geometry(r) for r in records if isinstance(r, TrainingRecord)}
-        for record in records:
-            if isinstance(record, EvaluationRecord) and record.routing == "sparse":
-                by_factor = found.setdefault(record.cell.variant, {})
-                by_factor.setdefault(record.length / record.train_length, []).append(record)
-                geometry = trained.get(record.cell.name)
-                geometries.setdefault(record.cell.variant, set()).add(geometry)
+    for record, geometry in _evaluations_of_run(folder) or _evaluations_below(folder):
+        by_factor = found.setdefault(record.cell.variant, {})
+        by_factor.setdefault(record.length / record.train_length, []).append(record)
+        geometries.setdefault(record.cell.variant, set()).add(geometry)
     curves = {}
     for variant, by_factor in found.items():
         seeds = len({r.cell.seed for records in by_factor.values() for r in records})
@@ -189,12 +191,49 @@ def curves_from_records(folder: Path) -> dict[str, DensityCurve]:
     return curves
 
 
-def _geometry(record: TrainingRecord) -> MoSARConfig | None:
+Evaluated = tuple[EvaluationRecord, MoSARConfig | None]
+
+
+def _evaluations_of_run(folder: Path) -> list[Evaluated]:
+    """Of the newest step that `mosar evaluate` has seen of a run; none where it is no run."""
+    run = folder.parent if folder.name == EVALUATIONS else folder
+    records = [r for path in sorted((run / EVALUATIONS).glob("*.json")) for r in _sparse(path)]
+    if not records:
+        return []
+    try:
+        geometry = _geometry(read_config(run))
+    except TrainingError:
+        geometry = None
+    newest = max(record.step for record in records)
+    return [(record, geometry) for record in records if record.step == newest]
+
+
+def _evaluations_below(folder: Path) -> list[Evaluated]:
+    """Of all files of records; what a cell was trained with is in the file of its evaluations."""
+    found = []
+    for path in sorted(folder.rglob("*.jsonl")):
+        if path.name == METRICS:
+            continue
+        trained = {r.cell.name: r for r in _read(path) if isinstance(r, TrainingRecord)}
+        for record in _sparse(path):
+            run = trained.get(record.cell.name)
+            found.append((record, None if run is None else _geometry_of_record(run)))
+    return found
+
+
+def _sparse(path: Path) -> list[EvaluationRecord]:
+    return [r for r in _read(path) if isinstance(r, EvaluationRecord) and r.routing == "sparse"]
+
+
+def _geometry_of_record(record: TrainingRecord) -> MoSARConfig | None:
     """That a run was trained with; None where this version cannot read its configuration."""
     try:
-        config = RunConfig.from_dict(record.config)
+        return _geometry(RunConfig.from_dict(record.config))
     except ValueError:
         return None
+
+
+def _geometry(config: RunConfig) -> MoSARConfig:
     return config.attention.mosar_config(config.model.max_length)
 
 

@@ -27,21 +27,32 @@ class Line:
         return asdict(self)
 
 
+_SCALES = {
+    "B": (1024.0, ("B", "KiB", "MiB", "GiB", "TiB", "PiB")),
+    "FLOP": (1000.0, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP")),
+}
+
+
 def say(value: float, unit: str) -> str:
-    """A number as people read it: 12.3 GiB, 4.56 GFLOP, 800,138,240."""
+    """A number as people read it: 12.34 GiB, 4.56 GFLOP, 800,138,240."""
     if unit == "%":
         return f"{value:.2f} %"
-    if unit == "B":
-        return _scaled(value, 1024.0, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
-    if unit == "FLOP":
-        return _scaled(
-            value, 1000.0, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP")
-        )
+    if unit in _SCALES:
+        number, scaled = _scaled(value, unit)
+        return f"{number:,.0f} {scaled}" if scaled == unit else f"{number:,.2f} {scaled}"
     return f"{value:,.0f}" if value == int(value) else f"{value:,.1f}"
 
 
-def _scaled(value: float, base: float, units: tuple[str, ...]) -> str:
+def brief(value: float, unit: str) -> str:
+    """The same in three digits: 12.3 GiB."""
+    number, unit = _scaled(value, unit) if unit in _SCALES else (value, unit)
+    decimals = 0 if number >= 100 or unit in _SCALES else 1 if number >= 10 else 2
+    return f"{number:,.{decimals}f} {unit}"
+
+
+def _scaled(value: float, unit: str) -> tuple[float, str]:
+    base, units = _SCALES[unit]
     power = 0
     while abs(value) >= base and power + 1 < len(units):
         value, power = value / base, power + 1
-    return f"{value:,.0f} {units[power]}" if not power else f"{value:,.2f} {units[power]}"
+    return value, units[power]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import groupby
 
 from rich.console import Console
 from rich.table import Table
 
-from mosar.planning.lines import BASES, say
-from mosar.planning.plan import Plan
+from mosar.planning.lines import BASES, brief, say
+from mosar.planning.plan import Cost, Plan
 
 
 def print_plan(plan: Plan, console: Console) -> None:
@@ -33,33 +34,29 @@ def print_plan(plan: Plan, console: Console) -> None:
             table.add_row(line.name, say(line.value, line.unit), line.basis, line.how)
         console.print()
         console.print(table)
-    console.print()
-    console.print(_cost_table(plan))
+    for curve, costs in groupby(plan.costs, key=lambda cost: cost.curve):
+        console.print(f"\nattention of a token, forward: {curve}", style="bold", highlight=False)
+        console.print(_cost_table(costs))
     console.print()
     for basis, meaning in BASES.items():
         console.print(f"{basis}: {meaning}", highlight=False)
 
 
-def _cost_table(plan: Plan) -> Table:
-    table = _table(
-        "attention of a token, forward",
-        *("context", "all pairs", "support", "density", "basis", "part", "KV cache", "every key"),
-    )
-    table.columns[0].header = "attention of a token, forward"
-    last = None
-    for cost in plan.costs:
+def _cost_table(costs: Iterable[Cost]) -> Table:
+    """In few digits: it should fit a terminal of 80 columns."""
+    columns = ("all pairs", "support", "density", "basis", "part", "cache", "all keys")
+    table = _table("context", *columns)
+    for cost in costs:
         table.add_row(
-            cost.curve if cost.curve != last else "",
             f"{cost.context:,}",
-            say(cost.dense, "FLOP"),
-            say(cost.sparse, "FLOP"),
-            say(100 * cost.density, "%"),
+            brief(cost.dense, "FLOP"),
+            brief(cost.sparse, "FLOP"),
+            brief(100 * cost.density, "%"),
             cost.basis,
-            say(100 * cost.share, "%"),
-            say(cost.cache, "B"),
-            say(cost.dense_cache, "B"),
+            brief(100 * cost.share, "%"),
+            brief(cost.cache, "B"),
+            brief(cost.dense_cache, "B"),
         )
-        last = cost.curve
     return table
 
 
@@ -68,5 +65,5 @@ def _table(first: str, *columns: str) -> Table:
     table.add_column(first)
     for name in columns:
         right = name not in ("basis", "how")
-        table.add_column(name, justify="right" if right else "left", no_wrap=right)
+        table.add_column(name, justify="right" if right else "left", no_wrap=name != "how")
     return table

@@ -298,7 +298,10 @@ def _interrupted(
     assert stop.signal_number is not None
     kept = f"saved at step {step}" if step else "before the first step was done"
     total = learner.config.train.steps
-    message = f"stopped, {kept} of {total}; go on with: mosar train --out {out}"
+    go_on = f"go on with: mosar train --out {out}"
+    if learner.team.num_processes > 1:
+        go_on = "the same job goes on"
+    message = f"stopped, {kept} of {total}; {go_on}"
     error = TrainingInterrupted(message, stop.signal_number)
     error.is_told_elsewhere = not learner.team.is_first
     return error

@@ -1,0 +1,42 @@
+"""The schema of every result we write: JSON objects, one a line, appended and never changed.
+
+A line holds `schema`, `kind`, `created`, `environment`, the fields of its kind, and `derived`: what
+follows from them, written for readers of the file and computed again when it is read here.
+"""
+
+from __future__ import annotations
+
+from mosar.records.benchmarks import (
+    AttentionBenchmark,
+    DecodeBenchmark,
+    ModelDecodeBenchmark,
+    TrainingBenchmark,
+)
+from mosar.records.evaluation import EvaluationRecord, RetrievalRecord
+from mosar.records.files import append_record, read_records
+from mosar.records.machine import environment
+from mosar.records.measurement import ErrorCheck, Measurement
+from mosar.records.record import SCHEMA_VERSION, Record, check_fields
+from mosar.records.retrofit import RetrofitEvaluation, RetrofitSpeed
+from mosar.records.training import Cell, TrainingRecord
+
+__all__ = [
+    "SCHEMA_VERSION",
+    "AttentionBenchmark",
+    "Cell",
+    "DecodeBenchmark",
+    "ErrorCheck",
+    "EvaluationRecord",
+    "Measurement",
+    "ModelDecodeBenchmark",
+    "Record",
+    "RetrievalRecord",
+    "RetrofitEvaluation",
+    "RetrofitSpeed",
+    "TrainingBenchmark",
+    "TrainingRecord",
+    "append_record",
+    "check_fields",
+    "environment",
+    "read_records",
+]

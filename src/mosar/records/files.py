@@ -1,0 +1,73 @@
+"""Files of records: a line each, appended."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from mosar.records.benchmarks import (
+    AttentionBenchmark,
+    DecodeBenchmark,
+    ModelDecodeBenchmark,
+    TrainingBenchmark,
+)
+from mosar.records.evaluation import EvaluationRecord, RetrievalRecord
+from mosar.records.record import SCHEMA_VERSION, Record
+from mosar.records.retrofit import RetrofitEvaluation, RetrofitSpeed
+from mosar.records.training import TrainingRecord
+
+_KINDS: dict[str, type[Record]] = {
+    cls.kind: cls
+    for cls in (
+        AttentionBenchmark,
+        DecodeBenchmark,
+        ModelDecodeBenchmark,
+        TrainingBenchmark,
+        TrainingRecord,
+        EvaluationRecord,
+        RetrievalRecord,
+        RetrofitEvaluation,
+        RetrofitSpeed,
+    )
+}
+
+
+def append_record(path: Path | str, record: Record) -> None:
+    """Adds one line to a file, in one write that has reached the disk when this returns."""
+    line = json.dumps(record.to_dict(), allow_nan=False).encode() + b"\n"
+    with open(path, "ab+", buffering=0) as file:
+        end = file.seek(0, os.SEEK_END)
+        if end:
+            file.seek(end - 1)
+            if file.read(1) != b"\n":
+                # Somebody died in the middle of a line: that line is lost, this one must not be.
+                line = b"\n" + line
+        if file.write(line) != len(line):
+            raise OSError(f"{path} took only a part of a record; is the disk full?")
+        os.fsync(file.fileno())
+
+
+def read_records(path: Path | str) -> list[Record]:
+    """The records of a file in its order; a damaged line is a ValueError that names it."""
+    records = []
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                records.append(_decode(line))
+            except (ValueError, TypeError, AttributeError) as error:
+                raise ValueError(f"{path}, line {number}: {error}") from None
+    return records
+
+
+def _decode(line: bytes) -> Record:
+    values = json.loads(line)
+    if not isinstance(values, dict):
+        raise ValueError(f"a record must be a JSON object, got {type(values).__name__}")
+    schema, kind = values.pop("schema", None), values.pop("kind", None)
+    if schema != SCHEMA_VERSION:
+        raise ValueError(f"schema must be {SCHEMA_VERSION}, got {schema!r}")
+    if kind not in _KINDS:
+        raise ValueError(f"kind must be one of {sorted(_KINDS)}, got {kind!r}")
+    values.pop("derived", None)
+    return _KINDS[kind].from_fields(values)

@@ -1,0 +1,99 @@
+"""A pretrained model with routers: its evaluations, its speed."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from mosar.records.measurement import Measurement
+from mosar.records.record import Record
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetrofitEvaluation(Record):
+    """A pretrained model with routers, evaluated at one length under one routing."""
+
+    kind: ClassVar[str] = "retrofit"
+    base: str
+    """The base model's file, folder or name on the hub."""
+    adapter: str
+    """sha256 of the routers' file; "" where they play no part: dense, and fixed windows."""
+    text: str
+    """sha256 of the tokens of the windows at the longest length."""
+    routing: str
+    """"dense" (the base model's own attention), "soft", "top1", "sparse", or "window": every token
+    reaches equally far, and the sinks are read."""
+    length: int
+    windows: int
+    loss: float
+    """Mean cross-entropy of the next token."""
+    loss_stderr: float
+    """Of the mean, from the windows' own means."""
+    window_losses: list[float]
+    """The means of the windows of text, in their order."""
+    layer_density: list[list[float]]
+    """[L][Gr] pairs of the support over causal pairs; only under "sparse" and "window"."""
+    layer_lost: list[list[float]]
+    """[L][Gr] share of the layer's dense attention that lies outside of the support, of sampled
+    queries; only under "sparse" and "window"."""
+    regimes: dict[str, float]
+    """Regime -> reach; of a fixed window its one reach, of dense attention none."""
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(min(self.loss, 700.0))
+
+    @property
+    def density(self) -> float:
+        """Mean over layers and groups; 1 where every pair is evaluated."""
+        values = [value for layer in self.layer_density for value in layer]
+        return statistics.fmean(values) if values else 1.0
+
+    @property
+    def lost(self) -> float:
+        """Mean over layers and groups; 0 where every pair is evaluated."""
+        values = [value for layer in self.layer_lost for value in layer]
+        return statistics.fmean(values) if values else 0.0
+
+    def derived(self) -> dict[str, Any]:
+        return {"perplexity": self.perplexity, "density": self.density, "lost": self.lost}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetrofitSpeed(Record):
+    """The whole retrofitted model at one length of prompt: prefill, decoding, cache."""
+
+    kind: ClassVar[str] = "retrofit.speed"
+    base: str
+    adapter: str
+    length: int
+    """Tokens of the prompt."""
+    prefill: dict[str, Measurement]
+    """By routing, "dense" and "sparse"; milliseconds a prompt, without logits."""
+    decode: dict[str, Measurement]
+    """Milliseconds a token, with logits."""
+    cache_bytes: dict[str, int]
+    """What the cache holds of memory after the prompt, by routing."""
+
+    @property
+    def prefill_speedup(self) -> float | None:
+        return _quickest_ratio(self.prefill)
+
+    @property
+    def decode_speedup(self) -> float | None:
+        return _quickest_ratio(self.decode)
+
+    def derived(self) -> dict[str, Any]:
+        return {
+            "prefill_speedup": self.prefill_speedup,
+            "decode_speedup": self.decode_speedup,
+            "cache_share": self.cache_bytes["sparse"] / self.cache_bytes["dense"],
+        }
+
+
+def _quickest_ratio(samples: dict[str, Measurement]) -> float | None:
+    """Of the quickest samples: what else runs on the machine only ever adds."""
+    dense, sparse = samples["dense"].min_ms, samples["sparse"].min_ms
+    return dense / sparse if dense and sparse else None

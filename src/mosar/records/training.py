@@ -1,0 +1,59 @@
+"""Runs, and the cells of an experiment that they belong to."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from mosar.records.record import Fields, Record
+
+
+def _word(text: str) -> str:
+    """A value as part of a file's name; what does not fit there is named by its hash."""
+    if re.fullmatch(r"[\w.+-]{1,40}", text):
+        return text
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell(Fields):
+    """Which cell of an experiment a record belongs to."""
+
+    variant: str
+    preset: str
+    seed: int
+    grid: dict[str, Any] = field(default_factory=dict)
+    """Dotted key -> value, where the experiment is repeated along an axis."""
+
+    @property
+    def name(self) -> str:
+        """Also the name of its folder and file."""
+        axis = "".join(f"-{key}={_word(str(value))}" for key, value in self.grid.items())
+        return f"{self.variant}-seed{self.seed}{axis}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingRecord(Record):
+    """A finished training run: what it was and how its losses went."""
+
+    kind: ClassVar[str] = "training"
+    cell: Cell
+    config: dict[str, Any]
+    """The resolved configuration, an object a section, as in the run folder."""
+    data: dict[str, Any]
+    """Where the text came from: sources, tokenizer, counts, fingerprint."""
+    parameters: int
+    """Numbers that were learnt, the embedding among them."""
+    step: int
+    tokens: int
+    """Seen in training."""
+    seconds: float | None
+    """Spent in steps; None where it is not known for all of them."""
+    train_curve: list[list[float]]
+    """[step, lm_loss], thinned: means over equal spans of steps."""
+    valid_curve: list[list[float]]
+    """[step, lm_loss], every evaluation."""
+    reach_curve: list[list[float]]
+    """[step, expected reach] of the evaluations; empty without routers."""
