@@ -81,6 +81,19 @@ def test_command_works(command, tmp_path, monkeypatch):
     assert result.exit_code == 0, result.output
 
 
+def test_the_first_steps_lead_from_text_to_a_model_in_transformers(tmp_path, monkeypatch):
+    """The commands of the README that build on each other, as they stand there, in their order."""
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    first = next(b.values[0] for b in blocks("bash") if "mosar prepare" in b.values[0])
+    then = next(b.values[0] for b in blocks("bash") if "mosar export" in b.values[0])
+    assert first in text and then in text
+    for command in (first + then).splitlines():
+        result = CliRunner().invoke(app, shlex.split(command)[1:])
+        assert result.exit_code == 0, result.output + result.stderr
+    assert (tmp_path / "runs" / "mosar" / "report" / "index.html").exists()
+
+
 def make_tiny(arguments):
     """A benchmark's arguments with a problem so small that it runs at once; files beside it."""
     for option, path in zip(arguments, map(Path, arguments[1:]), strict=False):

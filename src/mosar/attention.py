@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mosar.core.config import MoSARConfig, check_config
-from mosar.core.inputs import DTYPES, check_attention_inputs
+from mosar.core.inputs import DTYPES, NotANumber, check_attention_inputs
 from mosar.core.layout import Layout, can_check_values
 from mosar.core.reference_attention import reference_distance_attention, reference_mosar_attention
 from mosar.core.routers import top1_routing
@@ -201,7 +201,7 @@ def _check_routing_probabilities(
         for name, pi in (("pi_q", pi_q), ("pi_k", pi_k)):
             fault = _simplex_fault(pi.detach())
             if fault is not None:
-                raise ValueError(
+                raise (NotANumber if pi.isnan().any() else ValueError)(
                     f"{name} must hold probabilities: rows >= 0 that sum to 1; got {fault}; "
                     "pass softmax(logits), or top1_routing(logits)"
                 )

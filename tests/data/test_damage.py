@@ -137,7 +137,9 @@ def test_the_manifest_of_something_else(dataset, content):
 
 def test_no_dataset_at_all(tmp_path, dataset):
     assert_refused(tmp_path, "", "is no dataset (it has no manifest.json)")
-    assert_refused(tmp_path / "nothing", "", "make one: mosar prepare stdlib --out")
+    assert_refused(
+        tmp_path / "nothing", "", "make one: mosar prepare stdlib --tokenizer bpe:4096 --out"
+    )
     (dataset / "manifest.json").unlink()
     assert_refused(dataset, "", "has no manifest.json", TokenStream)
 

@@ -12,6 +12,10 @@ from mosar.core.layout import Layout, resolve_layout
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
+class NotANumber(ValueError):
+    """A routing that is not a number: nobody's wrong input, but a model that has diverged."""
+
+
 def check_attention_inputs(
     q: Tensor,
     k: Tensor,

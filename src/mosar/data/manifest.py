@@ -122,7 +122,8 @@ class Manifest:
         path = folder / MANIFEST
         if not folder.is_dir():
             raise DataError(
-                f"there is no dataset {folder}; make one: mosar prepare stdlib --out {folder}"
+                f"there is no dataset {folder}; "
+                f"make one: mosar prepare stdlib --tokenizer bpe:4096 --out {folder}"
             )
         try:
             values = json.loads(path.read_text(encoding="utf-8"))

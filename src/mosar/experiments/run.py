@@ -34,7 +34,7 @@ from mosar.training.batches import data_fingerprint
 from mosar.training.checkpoints import list_steps, replace_synced
 from mosar.training.errors import TrainingInterrupted
 from mosar.training.loop import train
-from mosar.training.run_folder import CHECKPOINTS, locked
+from mosar.training.run_folder import CHECKPOINTS, foreign_file, has_run, locked
 
 CELLS, RECORDS, FAILURES, ASKED = "cells", "records", "failures", "experiment.json"
 SCHEMA_VERSION = 1
@@ -66,11 +66,21 @@ def run_experiment(
     out = Path(out)
     settings.check_cells()
     try:
+        _refuse_foreign(out)
         with locked(out):
             _open(settings, out)
             return _run(settings, out, progress)
     except OSError as error:
         raise ExperimentError(f"{error.filename or out}: {error.strerror or error}") from None
+
+
+def _refuse_foreign(out: Path) -> None:
+    if (out / ASKED).exists():
+        return
+    other = foreign_file(out, (CELLS, RECORDS, FAILURES))
+    if other is not None:
+        what = "holds a run" if has_run(out) else f"is no experiment, and holds {other}"
+        raise ExperimentError(f"{out} {what}; give another --out")
 
 
 def _run(settings: ExperimentSettings, out: Path, progress: bool) -> ExperimentResult:
@@ -83,7 +93,8 @@ def _run(settings: ExperimentSettings, out: Path, progress: bool) -> ExperimentR
     if finished:
         display.say(f"{len(finished)} of {count_cells(len(cells))} finished already")
     if waiting:
-        display.say(f"{count_cells(len(waiting))} to run, {spoken(guess)} on this machine")
+        where = f" on {_named_data(settings.data)}" if settings.reads_text else ""
+        display.say(f"{count_cells(len(waiting))} to run{where}, {spoken(guess)} on this machine")
     display.skip(sum(work[cell.name] for cell in finished))
     failed: dict[str, str] = {}
     with display.running():
@@ -103,6 +114,10 @@ def _run(settings: ExperimentSettings, out: Path, progress: bool) -> ExperimentR
             display.done = before + work[cell.name]
             display.show(number, now=True)
     return ExperimentResult(out, tuple(finished), failed)
+
+
+def _named_data(folder: Path) -> str:
+    return f"{folder} ({Manifest.read(folder).tokenizer.origin})"
 
 
 def run_cell(

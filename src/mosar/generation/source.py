@@ -68,7 +68,7 @@ def open_source(
     checkpoint, and where the dataset (it has the tokenizer) lies now.
     """
     if not folder.is_dir():
-        raise GenerationError(f"there is no folder {folder}; make one with mosar train")
+        raise GenerationError(f"there is no folder {folder}; make one with mosar train or export")
     adapter = (folder / ADAPTER).exists()
     values = {} if adapter else _read_config(folder)
     # A run folder's configuration carries its schema, those of transformers a model_type.

@@ -18,11 +18,11 @@ from mosar.core.config import MoSARConfig
 from mosar.core.hard_domain import class_reach
 from mosar.core.layout import Layout, resolve_layout
 from mosar.core.regimes import pair_geometry
+from mosar.kernels.autograd import GEOMETRY, NONE, TABLE, WORTH, register_attention
 from mosar.kernels.build import NativeBuildError, load_library
 from mosar.kernels.plan import Plan, PlanInput, dense_plan_input, sparse_plan_input
-from mosar.kernels.tables import gate_table, kept_table, table_length
+from mosar.kernels.tables import gate_table, kept_table, routing_with_sinks, table_length
 
-_NONE, _GEOMETRY, _WORTH, _TABLE = range(4)
 # As in csrc/attention.h: entries before and after each table row, so that vector loads stay inside.
 _TABLE_PAD = 32
 # Stands for -inf in tables: exp2 of it is 0, and sums of it stay finite.
@@ -90,7 +90,7 @@ def sparse_attention(
         k,
         v,
         plan,
-        bias=_GEOMETRY,
+        bias=GEOMETRY,
         groups=groups,
         geometry=_geometry(config),
         table=None if config.exponent == 2 else _log_gates(config, length),
@@ -128,21 +128,16 @@ def _worth_attention(
     softcap: float | None,
     hard: bool,
 ) -> tuple[Tensor, Tensor]:
-    if pi_q.dim() == 3:
-        pi_q, pi_k = pi_q[:, None], pi_k[:, None]
-    pi_q, pi_k = pi_q.float(), pi_k.float()
-    if config.num_sinks:
-        sinks = layout.sinks(config.num_sinks)[:, None, :, None].expand(*pi_k.shape[:-1], 1)
-        pi_k = torch.cat([pi_k.masked_fill(sinks, 0), sinks.to(pi_k.dtype)], dim=-1)
+    pi_q, pi_k = routing_with_sinks(pi_q, pi_k, config, layout)
     return _attend(
         q,
         k,
         v,
         _dense_plan(layout),
-        bias=_WORTH,
+        bias=WORTH,
         groups=pi_q.shape[1],
-        pi_q=pi_q.contiguous(),
-        pi_k=pi_k.contiguous(),
+        pi_q=pi_q,
+        pi_k=pi_k,
         table=(_hard_gates if hard else _gates)(config, table_length(config, layout)),
         epsilon=0.0 if hard else config.epsilon,
         scale=scale,
@@ -172,7 +167,7 @@ def distance_attention(
         k,
         v,
         _dense_plan(layout),
-        bias=_NONE if table is None and slopes is None else _TABLE,
+        bias=NONE if table is None and slopes is None else TABLE,
         groups=1,
         table=table,
         slopes=slopes,
@@ -284,36 +279,6 @@ def _padded(rows: Tensor) -> Tensor:
     return torch.cat([front, rows, back], dim=1).contiguous()
 
 
-_GRADIENTS_OF = ("q", "k", "v", "pi_q", "pi_k")
-
-
-def _setup_context(ctx, inputs, output) -> None:
-    tensors = tuple(x for x in inputs if isinstance(x, Tensor))
-    ctx.is_tensor = [isinstance(x, Tensor) for x in inputs]
-    ctx.others = [x for x in inputs if not isinstance(x, Tensor)]
-    out, _, softmax = output
-    ctx.mark_non_differentiable(softmax)
-    ctx.save_for_backward(out, softmax, *tensors)
-
-
-def _backward(ctx, dout: Tensor, dlse: Tensor, _: Tensor):
-    out, softmax, *tensors = ctx.saved_tensors
-    tensors, others = iter(tensors), iter(ctx.others)
-    inputs = [next(tensors) if is_tensor else next(others) for is_tensor in ctx.is_tensor]
-    dq, dk, dv, dpi_q, dpi_k = torch.ops.mosar.attend_backward(
-        dout.contiguous(), dlse.contiguous(), out, softmax, *inputs
-    )
-    routed = inputs[3] is not None
-    gradients = [dq, dk, dv, dpi_q if routed else None, dpi_k if routed else None]
-    return (*gradients, *[None] * (len(inputs) - len(gradients)))
-
-
-def _no_second_derivative(ctx, *gradients: Tensor):
-    raise NotImplementedError(
-        "impl='native' gives no second derivatives; use impl='reference' or impl='tiled'"
-    )
-
-
 def _fake_plan(labels_q, classes_k, pos_q, pos_k, floor_q, valid_k, reach):
     rows, queries, keys = *labels_q.shape, classes_k.shape[1]
     labels, classes = reach.shape
@@ -326,17 +291,6 @@ def _fake_plan(labels_q, classes_k, pos_q, pos_k, floor_q, valid_k, reach):
         (rows, queries, classes),
     ]
     return tuple(labels_q.new_empty(shape, dtype=torch.int32) for shape in shapes)
-
-
-def _fake_attend(q, *inputs):
-    rows = q.shape[:-1]
-    return q.new_empty(q.shape), q.new_empty(rows), q.new_empty((2, *rows))
-
-
-def _fake_backward(dout, dlse, out, softmax, q, k, v, pi_q, pi_k, *inputs):
-    empty = q.new_empty
-    routings = [empty((0,)) if pi is None else empty(pi.shape) for pi in (pi_q, pi_k)]
-    return empty(q.shape), empty(k.shape), empty(v.shape), *routings
 
 
 # To torch.compile it is a constant: nothing in it is to be traced.
@@ -368,7 +322,4 @@ def load_operators() -> None:
 def _load_operators() -> None:
     torch.ops.load_library(str(load_library()))
     torch.library.register_fake("mosar::plan")(_fake_plan)
-    torch.library.register_fake("mosar::attend")(_fake_attend)
-    torch.library.register_fake("mosar::attend_backward")(_fake_backward)
-    torch.library.register_autograd("mosar::attend", _backward, setup_context=_setup_context)
-    torch.library.register_autograd("mosar::attend_backward", _no_second_derivative)
+    register_attention("attend", impl="native")

@@ -1,4 +1,7 @@
-"""Small tensors that depend on a configuration alone, made once per configuration and kept."""
+"""Gates as tables by distance, and the routing that mixes them.
+
+Tables depend on a configuration alone: they are made once per configuration and kept.
+"""
 
 from __future__ import annotations
 
@@ -92,3 +95,19 @@ def gate_table(
         ones = gate_RCd.new_ones(config.num_regimes, 1, length)
         gate_RCd = torch.cat([gate_RCd, ones], dim=1)
     return gate_RCd.contiguous()
+
+
+def routing_with_sinks(
+    pi_q: Tensor, pi_k: Tensor, config: MoSARConfig, layout: Layout
+) -> tuple[Tensor, Tensor]:
+    """Routing as `gate_table` is mixed by it: [B, Gr, T, R] and [B, Gr, S, C], float32.
+
+    Sinks are all in their own column.
+    """
+    if pi_q.dim() == 3:
+        pi_q, pi_k = pi_q[:, None], pi_k[:, None]
+    pi_q, pi_k = pi_q.float(), pi_k.float()
+    if config.num_sinks:
+        sinks = layout.sinks(config.num_sinks)[:, None, :, None].expand(*pi_k.shape[:-1], 1)
+        pi_k = torch.cat([pi_k.masked_fill(sinks, 0), sinks.to(pi_k.dtype)], dim=-1)
+    return pi_q.contiguous(), pi_k.contiguous()

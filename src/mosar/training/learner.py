@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mosar.core.inputs import NotANumber
 from mosar.model.decoder import Decoder
 from mosar.training.batches import Batches, TaskBatches
 from mosar.training.config import RunConfig
@@ -90,8 +91,7 @@ def update(learner: Learner, step: int, stop: StopRequest | None = None) -> dict
         if stop:
             return None
         with learner.team.accumulating(number < passes):
-            with autocast(config.train):
-                terms = learner.terms(tokens, *rest, step=step)
+            terms = _pass(learner, step, tokens, *rest)
             (terms.loss / passes).backward()
         mean.add(terms)
     line = _line(learner, step, "train", mean)
@@ -105,11 +105,19 @@ def evaluate(learner: Learner, step: int) -> dict[str, Any]:
     """The line of the metrics for the validation windows, after update number `step`."""
     mean = Mean()
     for (tokens, *rest), own in learner.batches.shared_evaluation():
-        with autocast(learner.config.train):
-            terms = learner.terms(tokens, *rest, step=step)
+        terms = _pass(learner, step, tokens, *rest)
         mean.add(terms, len(tokens) if own else 0)
     learner.team.end_evaluation(learner.decoder)
     return _line(learner, step, "valid", mean)
+
+
+def _pass(learner: Learner, step: int, *batch: Tensor | None) -> Terms:
+    """The terms of one batch; a NonFiniteError where the model has diverged."""
+    try:
+        with autocast(learner.config.train):
+            return learner.terms(*batch, step=step)
+    except NotANumber:
+        raise _spoilt(learner, f"step {step}: a routing is not a number, nor is the loss") from None
 
 
 class Mean:

@@ -41,6 +41,7 @@ from mosar.training.run_folder import (
     METRICS,
     MetricsFile,
     check_same_run,
+    foreign_file,
     has_run,
     locked,
     read_config,
@@ -242,6 +243,10 @@ def _open_run(
     if not has_run(out):
         if checkpoints.list_steps(folder):
             raise TrainingError(f"{out} has checkpoints but no config.json; give another --out")
+        if (other := foreign_file(out, (CHECKPOINTS, METRICS))) is not None:
+            raise TrainingError(
+                f"{out} is no run, and not empty (it holds {other}); give another --out"
+            )
         write_config(out, config, fingerprint)
         return 0
     check_same_run(out, config, fingerprint, reporter.say)
@@ -266,7 +271,12 @@ def _restore(learner: Learner, checkpoint: Checkpoint, reporter: Reporter) -> No
     learner.team.read_checkpoint(learner, checkpoint)
     state = base64.b64decode(checkpoint.state["rng"]["torch"])
     torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-    reporter.say(f"going on from step {checkpoint.step}")
+    finished = checkpoint.step == learner.config.train.steps
+    reporter.say(
+        f"finished already, at step {checkpoint.step}; --set train.steps=… goes further"
+        if finished
+        else f"going on from step {checkpoint.step}"
+    )
     was, now = checkpoint.state["environment"], environment()
     changed = [
         f"{key} {was.get(key)} → {now[key]}"

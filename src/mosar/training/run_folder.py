@@ -11,7 +11,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,12 @@ def read_data_fingerprint(folder: Path) -> str:
 
 def has_run(folder: Path) -> bool:
     return (folder / CONFIG).exists()
+
+
+def foreign_file(folder: Path, own: Iterable[str] = ()) -> str | None:
+    """A file or folder, not hidden, that lies in `folder` and is none of its `own`."""
+    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    return next((n for n in names if not n.startswith(".") and n not in set(own)), None)
 
 
 def _read(folder: Path) -> tuple[RunConfig, str]:

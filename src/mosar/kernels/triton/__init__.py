@@ -1,9 +1,9 @@
 """Attention on the GPU, in Triton: the same plan, the same arithmetic as the native kernels.
 
-Importing this package does not import Triton; the first call does. `tiles` holds what the kernels
-share, `forward` and `backward` the kernels of attention, `planning` those of the plan, `decode`
-those of the regime cache; `blocks` their sizes, `plan` the plan on the device, `ops` the operators
-`torch.ops.mosar.triton_*`, and `callers` what `mosar.attention` calls.
+Importing this package does not import Triton; the first call does. `tiles` and `logits` hold
+what the kernels share, `forward` and `backward` the kernels of attention, `planning` those of the
+plan, `decode` those of the regime cache; `blocks` their sizes, `plan` the plan on the device, `ops`
+the operators `torch.ops.mosar.triton_*`, and `callers` what `mosar.attention` calls.
 """
 
 from __future__ import annotations

@@ -19,25 +19,32 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from mosar.kernels.triton.forward import Source
-from mosar.kernels.triton.tiles import (
+from mosar.kernels.triton.logits import (
     GEOMETRY,
     WORTH,
     Bias,
     at_least,
-    edge_block,
-    find_part,
     gate_places,
-    load_matrix,
     make_logits,
     mix_gates,
-    split_zones,
     spread_heads,
-    store_matrix,
     sum_heads,
-    take_keys,
     take_plateau,
+)
+from mosar.kernels.triton.tiles import (
+    advance,
+    edge_block,
+    find_job,
+    heads_of_tile,
+    load_keys,
+    load_matrix,
+    order_of,
+    source_of,
+    split_zones,
+    store_matrix,
+    take_keys,
     take_rows,
+    take_run,
     take_tokens,
 )
 
@@ -83,50 +90,47 @@ def put_column(total, column, values):
 
 
 @triton.jit
-def add_routing_of_queries(
-    total, dworth, tokens, keys, bias, REGIMES: tl.constexpr, COLUMNS: tl.constexpr
-):
-    """total[m] += sum_j dworth_ij sum_n gate[m][n] pi_k[n], of a block [tokens, keys]."""
-    at, nearest, level = gate_places(tokens, keys, bias, False)
-    if level:
-        for n in tl.static_range(REGIMES):
-            share = tl.load(keys.routing + n, mask=keys.live, other=0.0)
-            part = tl.sum(dworth * share[None, :], axis=1)
-            for m in tl.static_range(REGIMES):
-                gate = tl.load(bias.table + (m * COLUMNS + n) * bias.table_length + nearest)
-                total = put_column(total, m, gate * part)
-    else:
-        for m in tl.static_range(REGIMES):
-            blend = tl.zeros(at.shape, tl.float32)
-            for n in tl.static_range(REGIMES):
-                gates = tl.load(bias.table + (m * COLUMNS + n) * bias.table_length + at)
-                share = tl.load(keys.routing + n, mask=keys.live, other=0.0)
-                blend += gates * share[None, :]
-            total = put_column(total, m, tl.sum(dworth * blend, axis=1))
-    return total
+def load_upstream(row_max, row_sum, delta, at, live):
+    """What is known of the rows `at`, `delta` being theirs already."""
+    total = tl.load(row_sum + at, mask=live, other=0.0)
+    return Upstream(
+        # Of a row that is not there every exponential is 0.
+        top=tl.load(row_max + at, mask=live, other=1e38),
+        inverse=tl.where(total == 0.0, 0.0, 1.0 / tl.where(total == 0.0, 1.0, total)),
+        delta=delta,
+    )
 
 
 @triton.jit
-def add_routing_of_keys(
-    total, dworth, tokens, keys, bias, REGIMES: tl.constexpr, COLUMNS: tl.constexpr
-):
-    """total[n] += sum_i dworth_ji sum_m pi_q[m] gate[m][n], of a block [keys, tokens]."""
-    at, nearest, level = gate_places(tokens, keys, bias, True)
+def add_routing(
+    total, dworth, tokens, keys, bias,
+    REGIMES: tl.constexpr, COLUMNS: tl.constexpr, KEYS_FIRST: tl.constexpr,
+):  # fmt: skip
+    """total[m] += sum_j dworth_ij sum_n gate[m][n] pi_k[n], of a block [tokens, keys].
+
+    KEYS_FIRST: total[n] += sum_i dworth_ji sum_m pi_q[m] gate[m][n], of a block [keys, tokens].
+    """
+    # Steps in the table from gate to gate: of the regime summed for, and of the one summed over.
+    OWN: tl.constexpr = 1 if KEYS_FIRST else COLUMNS
+    OTHER: tl.constexpr = COLUMNS if KEYS_FIRST else 1
+    routing = tokens.routing if KEYS_FIRST else keys.routing
+    live = tokens.live if KEYS_FIRST else keys.live
+    at, nearest, level = gate_places(tokens, keys, bias, KEYS_FIRST)
     if level:
-        for m in tl.static_range(REGIMES):
-            share = tl.load(tokens.routing + m, mask=tokens.live, other=0.0)
+        for other in tl.static_range(REGIMES):
+            share = tl.load(routing + other, mask=live, other=0.0)
             part = tl.sum(dworth * share[None, :], axis=1)
-            for n in tl.static_range(REGIMES):
-                gate = tl.load(bias.table + (m * COLUMNS + n) * bias.table_length + nearest)
-                total = put_column(total, n, gate * part)
+            for own in tl.static_range(REGIMES):
+                line = bias.table + (own * OWN + other * OTHER) * bias.table_length
+                total = put_column(total, own, tl.load(line + nearest) * part)
     else:
-        for n in tl.static_range(REGIMES):
+        for own in tl.static_range(REGIMES):
             blend = tl.zeros(at.shape, tl.float32)
-            for m in tl.static_range(REGIMES):
-                gates = tl.load(bias.table + (m * COLUMNS + n) * bias.table_length + at)
-                share = tl.load(tokens.routing + m, mask=tokens.live, other=0.0)
-                blend += gates * share[None, :]
-            total = put_column(total, n, tl.sum(dworth * blend, axis=1))
+            for other in tl.static_range(REGIMES):
+                line = bias.table + (own * OWN + other * OTHER) * bias.table_length
+                share = tl.load(routing + other, mask=live, other=0.0)
+                blend += tl.load(line + at) * share[None, :]
+            total = put_column(total, own, tl.sum(dworth * blend, axis=1))
     return total
 
 
@@ -140,9 +144,7 @@ def query_block(
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One more block of keys for a tile of queries."""
-    keys = take_keys(start, limit, source.order, source.places, source.routing, COLUMNS, BLOCK_N)
-    k = load_matrix(source.k, keys.token * source.k_token, keys.live, HEAD_DIM, BLOCK_D)
-    v = load_matrix(source.v, keys.token * source.v_token, keys.live, HEAD_DIM, BLOCK_D)
+    keys, k, v = load_keys(start, limit, source, COLUMNS, HEAD_DIM, BLOCK_D, BLOCK_N)
     product = tl.dot(queries, tl.trans(k), input_precision=PRECISION)
     score, slope = make_logits(
         product, rows, tokens, keys, lo, hi, factor, cap, plateau, bias,
@@ -160,11 +162,11 @@ def query_block(
         if SPREAD:
             dworth = sum_heads(dscore, HEADS, False)
         dworth = tl.where(free, dworth, 0.0)
-        routing = add_routing_of_queries(routing, dworth, tokens, keys, bias, REGIMES, COLUMNS)
+        routing = add_routing(routing, dworth, tokens, keys, bias, REGIMES, COLUMNS, False)
         worth = at_least(worth, bias.epsilon)
         if EXACT:
             held = tl.where(free, plain, 0.0)
-            mixed = add_routing_of_queries(mixed, held, tokens, keys, bias, REGIMES, COLUMNS)
+            mixed = add_routing(mixed, held, tokens, keys, bias, REGIMES, COLUMNS, False)
             weight += tl.sum(plain * worth, axis=1)
             weighted += tl.sum(plain * worth * dprob, axis=1)
         if SPREAD:
@@ -195,79 +197,39 @@ def query_kernel(
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """dq, delta, and dpi_q in shares of the query heads, to be summed over them."""
-    CHUNKS: tl.constexpr = (SHARE + BLOCK_M - 1) // BLOCK_M
-    HEADS: tl.constexpr = (SHARE + CHUNKS - 1) // CHUNKS
+    HEADS: tl.constexpr = heads_of_tile(SHARE, BLOCK_M)
+    CHUNKS: tl.constexpr = (SHARE + HEADS - 1) // HEADS
     TOKENS: tl.constexpr = BLOCK_M // HEADS
     # dpi_q is corrected row by row where it is exact.
     SPREAD: tl.constexpr = (
         (BIAS == WORTH) and (HEADS > 1) and (HEADS * TOKENS == BLOCK_M) and not EXACT
     )
     ROUTED: tl.constexpr = TOKENS if SPREAD else BLOCK_M
-    program = tl.program_id(0)
-    tiles = tl.cdiv(num_queries, TOKENS) + (LABELS - 1)
-    chunk = program // tiles % CHUNKS
-    kv_head = program // (tiles * CHUNKS) % kv_heads
-    batch = (program // (tiles * CHUNKS * kv_heads)).to(tl.int64)
-    group = kv_head // (kv_heads // groups)
-    plan_row = batch * plan_batch + group * plan_group
-    query_offsets += plan_row * (LABELS + 1)
-    label, begin, end = find_part(query_offsets, program % tiles, TOKENS, LABELS, True)
-    if label < 0:
+    job = find_job(
+        query_offsets, num_queries, kv_heads, groups, plan_batch, plan_group,
+        TOKENS, LABELS, CHUNKS, True,
+    )  # fmt: skip
+    if job.part < 0:
         return
 
-    if query_order is not None:
-        query_order += plan_row * num_queries
-    if query_places is not None:
-        query_places += plan_row * num_queries
-    if key_order is not None:
-        key_order += plan_row * num_keys
-    if key_places is not None:
-        key_places += plan_row * num_keys
-    routing = batch * groups + group
-    if BIAS == WORTH:
-        pi_q += routing * num_queries * REGIMES
-        pi_k += routing * num_keys * COLUMNS
-    runs = plan_row * num_queries * CLASSES
-    first_head = kv_head * SHARE + chunk * HEADS
-    last_head = tl.minimum(first_head + HEADS, kv_head * SHARE + SHARE)
-    rows = take_rows(
-        begin, end, first_head, last_head, query_order, query_places, shift, HEADS, TOKENS, BLOCK_M
-    )
-    tokens = take_tokens(
-        begin, end, rows, query_order, query_places, shift, pi_q, SPREAD, TOKENS, REGIMES
-    )
-    source = Source(
-        k=k + batch * k_batch + kv_head.to(tl.int64) * k_head,
-        v=v + batch * v_batch + kv_head.to(tl.int64) * v_head,
-        k_token=k_token,
-        v_token=v_token,
-        order=key_order,
-        places=key_places,
-        routing=pi_k,
-    )
-    bias = Bias(
-        barrier=barrier,
-        exponent=exponent,
-        epsilon=epsilon,
-        table=table,
-        table_stride=table_stride,
-        table_length=table_length,
-        level_until=level_until,
-        slopes=slopes,
-    )
-    offset = batch * q_batch + rows.head.to(tl.int64) * q_head + rows.token * q_token
+    by_query = order_of(job, query_order, query_places, shift, num_queries)
+    by_key = order_of(job, key_order, key_places, 0, num_keys)
+    pi_q = advance(pi_q, job.routing_row * num_queries * REGIMES)
+    pi_k = advance(pi_k, job.routing_row * num_keys * COLUMNS)
+    source = source_of(job, k, v, k_batch, k_head, k_token, v_batch, v_head, v_token, by_key, pi_k)
+    bias = Bias(barrier, exponent, epsilon, table, table_stride, table_length, level_until, slopes)
+    first_head = job.kv_head * SHARE + job.chunk * HEADS
+    last_head = tl.minimum(first_head + HEADS, job.kv_head * SHARE + SHARE)
+    rows = take_rows(job.begin, job.end, first_head, last_head, by_query, HEADS, TOKENS, BLOCK_M)
+    tokens = take_tokens(job.begin, job.end, rows, by_query, pi_q, SPREAD, TOKENS, REGIMES)
+    offset = job.batch * q_batch + rows.head.to(tl.int64) * q_head + rows.token * q_token
     queries = load_matrix(q, offset, rows.live, HEAD_DIM, BLOCK_D)
-    at = (batch * kv_heads * SHARE + rows.head) * num_queries + rows.token
+    at = (job.batch * kv_heads * SHARE + rows.head) * num_queries + rows.token
     arriving = load_matrix(dout, at * HEAD_DIM, rows.live, HEAD_DIM, BLOCK_D)
     given = load_matrix(out, at * HEAD_DIM, rows.live, HEAD_DIM, BLOCK_D)
     dot = tl.sum(arriving.to(tl.float32) * given.to(tl.float32), axis=1)
-    total = tl.load(row_sum + at, mask=rows.live, other=0.0)
-    upstream = Upstream(
-        # Of a row that is not there every exponential is 0.
-        top=tl.load(row_max + at, mask=rows.live, other=1e38),
-        inverse=tl.where(total == 0.0, 0.0, 1.0 / tl.where(total == 0.0, 1.0, total)),
-        delta=dot - tl.load(dlse + at, mask=rows.live, other=0.0),
-    )
+    dlse_here = tl.load(dlse + at, mask=rows.live, other=0.0)
+    upstream = load_upstream(row_max, row_sum, dot - dlse_here, at, rows.live)
     tl.store(delta + at, upstream.delta, mask=rows.live)
     sums = QuerySums(
         dq=tl.zeros([BLOCK_M, BLOCK_D], tl.float32),
@@ -277,27 +239,20 @@ def query_kernel(
         weighted=tl.zeros([BLOCK_M], tl.float32),
     )
     for c in range(CLASSES):
-        first = runs + begin * CLASSES + c
-        last = runs + (end - 1) * CLASSES + c
-        lo_min, lo_max = tl.load(run_lo + first), tl.load(run_lo + last)
-        hi_min, hi_max = tl.load(run_hi + first), tl.load(run_hi + last)
-        if BIAS == GEOMETRY:
-            lo_max = tl.maximum(lo_max, tl.load(run_flat + last))
-        plateau = take_plateau(plateaus, falls, label, c, CLASSES, BIAS)
-        mine = runs + rows.place * CLASSES + c
-        lo = tl.load(run_lo + mine, mask=rows.live, other=0)
-        hi = tl.load(run_hi + mine, mask=rows.live, other=0)
-        before, stop, whole, rest, after = split_zones(lo_min, lo_max, hi_min, hi_max, BLOCK_N)
-        for index in range(0, before + after):
-            start, limit = edge_block(index, lo_min, before, stop, rest, hi_max, BLOCK_N)
+        lo, hi, zones = take_run(
+            run_lo, run_hi, run_flat, job, rows, c, num_queries, CLASSES, BIAS, BLOCK_N
+        )
+        plateau = take_plateau(plateaus, falls, job.part, c, CLASSES, BIAS)
+        for index in range(0, zones.before + zones.after):
+            start, limit = edge_block(index, zones, BLOCK_N)
             sums = query_block(
                 sums, queries, arriving, upstream, rows, tokens, source, start, limit, lo, hi,
                 factor, cap, plateau, bias,
                 True, BIAS, CAPPED, SQUARE, SPREAD, EXACT, REGIMES, COLUMNS, HEADS, PRECISION,
                 HEAD_DIM, BLOCK_D, BLOCK_N,
             )  # fmt: skip
-        for index in range(0, whole):
-            start = stop + index * BLOCK_N
+        for index in range(0, zones.whole):
+            start = zones.stop + index * BLOCK_N
             sums = query_block(
                 sums, queries, arriving, upstream, rows, tokens, source, start, start + BLOCK_N,
                 lo, hi, factor, cap, plateau, bias,
@@ -319,36 +274,29 @@ def query_kernel(
             # The first head of the tile stands for all of them.
             found = spread_heads(found, HEADS, False)
             found = tl.where((rows.head == first_head)[:, None], found, 0.0)
-        regime = tl.arange(0, BLOCK_R)
-        where = (at * REGIMES)[:, None] + regime[None, :]
-        tl.store(dpi_q + where, found, mask=rows.live[:, None] & (regime < REGIMES)[None, :])
+        store_matrix(dpi_q, at * REGIMES, rows.live, found, REGIMES, BLOCK_R)
 
 
 @triton.jit
 def key_block(
-    sums, k, v, keys, q, dout, dlse_delta, row_max, row_sum, pi_q, q_batch, q_head, q_token,
-    query_order, query_places, shift, run_lo, run_hi, batch, batch_head, first_head, last_head,
-    num_queries, begin, end, factor, cap, plateau, bias,
+    sums, k, v, keys, q, q_head, q_token, by_query, pi_q, dout, row_max, row_sum, delta,
+    run_lo, run_hi, batch_head, first_head, last_head, num_queries, begin, end,
+    factor, cap, plateau, bias,
     EDGE: tl.constexpr, BIAS: tl.constexpr, CAPPED: tl.constexpr, SQUARE: tl.constexpr,
     SPREAD: tl.constexpr, CLASSES: tl.constexpr, REGIMES: tl.constexpr, COLUMNS: tl.constexpr,
-    HEADS: tl.constexpr, TOKENS: tl.constexpr, PRECISION: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    HEADS: tl.constexpr, PRECISION: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """One more tile of queries [begin, end) for a tile of keys."""
-    rows = take_rows(
-        begin, end, first_head, last_head, query_order, query_places, shift, HEADS, TOKENS, BLOCK_M
-    )
-    tokens = take_tokens(
-        begin, end, rows, query_order, query_places, shift, pi_q, SPREAD, TOKENS, REGIMES
-    )
-    offset = batch * q_batch + rows.head.to(tl.int64) * q_head + rows.token * q_token
+    TOKENS: tl.constexpr = BLOCK_M // HEADS
+    rows = take_rows(begin, end, first_head, last_head, by_query, HEADS, TOKENS, BLOCK_M)
+    tokens = take_tokens(begin, end, rows, by_query, pi_q, SPREAD, TOKENS, REGIMES)
+    offset = rows.head.to(tl.int64) * q_head + rows.token * q_token
     queries = load_matrix(q, offset, rows.live, HEAD_DIM, BLOCK_D)
     at = (batch_head + rows.head) * num_queries + rows.token
     arriving = load_matrix(dout, at * HEAD_DIM, rows.live, HEAD_DIM, BLOCK_D)
-    total = tl.load(row_sum + at, mask=rows.live, other=0.0)
-    top = tl.load(row_max + at, mask=rows.live, other=1e38)
-    inverse_total = tl.where(total == 0.0, 0.0, 1.0 / tl.where(total == 0.0, 1.0, total))
-    delta = tl.load(dlse_delta + at, mask=rows.live, other=0.0)
+    delta_here = tl.load(delta + at, mask=rows.live, other=0.0)
+    upstream = load_upstream(row_max, row_sum, delta_here, at, rows.live)
     lo, hi = rows.place, rows.place
     if EDGE:
         lo = tl.load(run_lo + rows.place * CLASSES, mask=rows.live, other=0)
@@ -359,8 +307,8 @@ def key_block(
         EDGE, BIAS, CAPPED, SQUARE, True,
     )  # fmt: skip
     dprob = tl.dot(v, tl.trans(arriving), input_precision=PRECISION)
-    plain = tl.exp2(score - top[None, :]) * inverse_total[None, :]
-    dscore = plain * (dprob - delta[None, :])
+    plain = tl.exp2(score - upstream.top[None, :]) * upstream.inverse[None, :]
+    dscore = plain * (dprob - upstream.delta[None, :])
     routing = sums.routing
     if BIAS == WORTH:
         worth = mix_gates(tokens, keys, bias, REGIMES, COLUMNS, True)
@@ -368,7 +316,7 @@ def key_block(
         if SPREAD:
             dworth = sum_heads(dscore, HEADS, True)
         dworth = tl.where(worth <= bias.epsilon, 0.0, dworth)
-        routing = add_routing_of_keys(routing, dworth, tokens, keys, bias, REGIMES, COLUMNS)
+        routing = add_routing(routing, dworth, tokens, keys, bias, REGIMES, COLUMNS, True)
         worth = at_least(worth, bias.epsilon)
         if SPREAD:
             worth = spread_heads(worth, HEADS, True)
@@ -398,98 +346,75 @@ def key_kernel(
 ):  # fmt: skip
     """dk, dv and dpi_k per key/value head, each of the SPLITS parts of its query heads apart."""
     MINE: tl.constexpr = SHARE // SPLITS
-    CHUNKS: tl.constexpr = (MINE + BLOCK_M - 1) // BLOCK_M
-    HEADS: tl.constexpr = (MINE + CHUNKS - 1) // CHUNKS
+    HEADS: tl.constexpr = heads_of_tile(MINE, BLOCK_M)
+    CHUNKS: tl.constexpr = (MINE + HEADS - 1) // HEADS
     TOKENS: tl.constexpr = BLOCK_M // HEADS
     SPREAD: tl.constexpr = (BIAS == WORTH) and (HEADS > 1) and (HEADS * TOKENS == BLOCK_M)
-    program = tl.program_id(0)
-    tiles = tl.cdiv(num_keys, BLOCK_N) + (CLASSES - 1)
-    split = program // tiles % SPLITS
-    kv_head = program // (tiles * SPLITS) % kv_heads
-    batch = (program // (tiles * SPLITS * kv_heads)).to(tl.int64)
-    group = kv_head // (kv_heads // groups)
-    plan_row = batch * plan_batch + group * plan_group
-    key_offsets += plan_row * (CLASSES + 1)
-    c, begin, end = find_part(key_offsets, program % tiles, BLOCK_N, CLASSES, False)
+    job = find_job(
+        key_offsets, num_keys, kv_heads, groups, plan_batch, plan_group,
+        BLOCK_N, CLASSES, SPLITS, False,
+    )  # fmt: skip
+    c = job.part
     if c < 0:
         return
 
-    if query_order is not None:
-        query_order += plan_row * num_queries
-    if query_places is not None:
-        query_places += plan_row * num_queries
-    if key_order is not None:
-        key_order += plan_row * num_keys
-    if key_places is not None:
-        key_places += plan_row * num_keys
-    routing = batch * groups + group
-    if BIAS == WORTH:
-        pi_q += routing * num_queries * REGIMES
-        pi_k += routing * num_keys * COLUMNS
-    run_lo += plan_row * num_queries * CLASSES + c
-    run_hi += plan_row * num_queries * CLASSES + c
-    reads = plan_row * num_keys * LABELS
-    keys = take_keys(begin, end, key_order, key_places, pi_k, COLUMNS, BLOCK_N)
-    offset = batch * k_batch + kv_head.to(tl.int64) * k_head + keys.token * k_token
+    by_query = order_of(job, query_order, query_places, shift, num_queries)
+    by_key = order_of(job, key_order, key_places, 0, num_keys)
+    pi_q = advance(pi_q, job.routing_row * num_queries * REGIMES)
+    pi_k = advance(pi_k, job.routing_row * num_keys * COLUMNS)
+    bias = Bias(barrier, exponent, epsilon, table, table_stride, table_length, level_until, slopes)
+    keys = take_keys(job.begin, job.end, by_key, pi_k, COLUMNS, BLOCK_N)
+    offset = job.batch * k_batch + job.kv_head.to(tl.int64) * k_head + keys.token * k_token
     keys_here = load_matrix(k, offset, keys.live, HEAD_DIM, BLOCK_D)
-    offset = batch * v_batch + kv_head.to(tl.int64) * v_head + keys.token * v_token
+    offset = job.batch * v_batch + job.kv_head.to(tl.int64) * v_head + keys.token * v_token
     values_here = load_matrix(v, offset, keys.live, HEAD_DIM, BLOCK_D)
-    bias = Bias(
-        barrier=barrier,
-        exponent=exponent,
-        epsilon=epsilon,
-        table=table,
-        table_stride=table_stride,
-        table_length=table_length,
-        level_until=level_until,
-        slopes=slopes,
-    )
+    q += job.batch * q_batch
+    run_lo += job.plan_row * num_queries * CLASSES + c
+    run_hi += job.plan_row * num_queries * CLASSES + c
+    reads = job.plan_row * num_keys * LABELS
     sums = KeySums(
         dk=tl.zeros([BLOCK_N, BLOCK_D], tl.float32),
         dv=tl.zeros([BLOCK_N, BLOCK_D], tl.float32),
         routing=tl.zeros([BLOCK_N, BLOCK_R], tl.float32),
     )
-    batch_head = batch * kv_heads * SHARE
+    batch_head = job.batch * kv_heads * SHARE
+    heads_from = job.kv_head * SHARE + job.chunk * MINE
     for m in range(LABELS):
-        first = reads + begin * LABELS + m
-        last = reads + (end - 1) * LABELS + m
+        first = reads + job.begin * LABELS + m
+        last = reads + (job.end - 1) * LABELS + m
         from_min, from_max = tl.load(read_from + first), tl.load(read_from + last)
         to_min, to_max = tl.load(read_to + first), tl.load(read_to + last)
         if BIAS == GEOMETRY:
             to_min = tl.minimum(to_min, tl.load(flat_to + first))
         plateau = take_plateau(plateaus, falls, m, c, CLASSES, BIAS)
-        before, stop, whole, rest, after = split_zones(
-            from_min, from_max, to_min, tl.maximum(to_max, from_min), TOKENS
-        )
+        zones = split_zones(from_min, from_max, to_min, tl.maximum(to_max, from_min), TOKENS)
         for chunk in range(CHUNKS):
-            first_head = kv_head * SHARE + split * MINE + chunk * HEADS
-            last_head = tl.minimum(first_head + HEADS, kv_head * SHARE + split * MINE + MINE)
-            for index in range(0, before + after):
-                start, limit = edge_block(index, from_min, before, stop, rest, to_max, TOKENS)
+            first_head = heads_from + chunk * HEADS
+            last_head = tl.minimum(first_head + HEADS, heads_from + MINE)
+            for index in range(0, zones.before + zones.after):
+                start, limit = edge_block(index, zones, TOKENS)
                 sums = key_block(
-                    sums, keys_here, values_here, keys, q, dout, delta, row_max, row_sum, pi_q,
-                    q_batch, q_head, q_token, query_order, query_places, shift, run_lo, run_hi,
-                    batch, batch_head, first_head, last_head, num_queries, start,
-                    tl.minimum(start + TOKENS, limit), factor, cap, plateau, bias,
-                    True, BIAS, CAPPED, SQUARE, SPREAD, CLASSES, REGIMES, COLUMNS, HEADS, TOKENS,
+                    sums, keys_here, values_here, keys, q, q_head, q_token, by_query, pi_q, dout,
+                    row_max, row_sum, delta, run_lo, run_hi, batch_head, first_head, last_head,
+                    num_queries, start, tl.minimum(start + TOKENS, limit),
+                    factor, cap, plateau, bias,
+                    True, BIAS, CAPPED, SQUARE, SPREAD, CLASSES, REGIMES, COLUMNS, HEADS,
                     PRECISION, HEAD_DIM, BLOCK_D, BLOCK_M,
                 )  # fmt: skip
-            for index in range(0, whole):
-                start = stop + index * TOKENS
+            for index in range(0, zones.whole):
+                start = zones.stop + index * TOKENS
                 sums = key_block(
-                    sums, keys_here, values_here, keys, q, dout, delta, row_max, row_sum, pi_q,
-                    q_batch, q_head, q_token, query_order, query_places, shift, run_lo, run_hi,
-                    batch, batch_head, first_head, last_head, num_queries, start,
-                    start + TOKENS, factor, cap, plateau, bias,
-                    False, BIAS, CAPPED, SQUARE, SPREAD, CLASSES, REGIMES, COLUMNS, HEADS, TOKENS,
+                    sums, keys_here, values_here, keys, q, q_head, q_token, by_query, pi_q, dout,
+                    row_max, row_sum, delta, run_lo, run_hi, batch_head, first_head, last_head,
+                    num_queries, start, start + TOKENS,
+                    factor, cap, plateau, bias,
+                    False, BIAS, CAPPED, SQUARE, SPREAD, CLASSES, REGIMES, COLUMNS, HEADS,
                     PRECISION, HEAD_DIM, BLOCK_D, BLOCK_M,
                 )  # fmt: skip
 
-    line = ((split * batches + batch) * kv_heads + kv_head) * num_keys
-    at = line + keys.token
+    line = (job.chunk * batches + job.batch) * kv_heads + job.kv_head
+    at = line * num_keys + keys.token
     store_matrix(dk, at * HEAD_DIM, keys.live, sums.dk * scale, HEAD_DIM, BLOCK_D)
     store_matrix(dv, at * HEAD_DIM, keys.live, sums.dv, HEAD_DIM, BLOCK_D)
     if BIAS == WORTH:
-        regime = tl.arange(0, BLOCK_R)
-        where = (at * REGIMES)[:, None] + regime[None, :]
-        tl.store(dpi_k + where, sums.routing, mask=keys.live[:, None] & (regime < REGIMES)[None, :])
+        store_matrix(dpi_k, at * REGIMES, keys.live, sums.routing, REGIMES, BLOCK_R)

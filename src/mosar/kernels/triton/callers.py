@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 
-import torch
 from torch import Tensor
 
 from mosar.core.config import MoSARConfig
 from mosar.core.layout import Layout
-from mosar.kernels.tables import table_length
+from mosar.kernels.autograd import GEOMETRY, NONE, TABLE, WORTH
+from mosar.kernels.tables import routing_with_sinks, table_length
 from mosar.kernels.triton import ops
 from mosar.kernels.triton.launches import LOG2E
 from mosar.kernels.triton.plan import (
@@ -35,9 +35,9 @@ def sparse_attention(
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
     """Only the pairs of the support, labels [B, T] or [B, Gr, T]; output and log-sum-exp."""
-    plan = sparse_plan(labels_q, labels_k, config, layout)
-    groups = labels_q.shape[1] if labels_q.dim() == 3 else 1
-    return _attend_with_gates(q, k, v, plan, groups, config, scale, softcap)
+    return _attend_with_gates(
+        q, k, v, labels_q, labels_k, config, layout, scale, softcap, everywhere=False
+    )
 
 
 def top1_attention(
@@ -57,29 +57,31 @@ def top1_attention(
     Sorted as the support is, but with boundless runs: no gate is mixed, and none evaluated on a
     plateau.
     """
-    plan = sparse_plan(labels_q, labels_k, config, layout, everywhere=True)
-    groups = labels_q.shape[1] if labels_q.dim() == 3 else 1
-    return _attend_with_gates(q, k, v, plan, groups, config, scale, softcap)
+    return _attend_with_gates(
+        q, k, v, labels_q, labels_k, config, layout, scale, softcap, everywhere=True
+    )
 
 
 def _attend_with_gates(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    plan: DevicePlan,
-    groups: int,
+    labels_q: Tensor,
+    labels_k: Tensor,
     config: MoSARConfig,
+    layout: Layout,
     scale: float | None,
     softcap: float | None,
+    everywhere: bool,
 ) -> tuple[Tensor, Tensor]:
     whole, falls = plateaus(config, q.device)
     return _attend(
         q,
         k,
         v,
-        plan,
-        bias=ops.GEOMETRY,
-        groups=groups,
+        sparse_plan(labels_q, labels_k, config, layout, everywhere=everywhere),
+        bias=GEOMETRY,
+        groups=labels_q.shape[1] if labels_q.dim() == 3 else 1,
         plateaus=whole,
         falls=falls,
         barrier=config.barrier,
@@ -102,22 +104,17 @@ def worth_attention(
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
     """All existing pairs with the mixture of gates, with gradients."""
-    if pi_q.dim() == 3:
-        pi_q, pi_k = pi_q[:, None], pi_k[:, None]
-    pi_q, pi_k = pi_q.float(), pi_k.float()
-    if config.num_sinks:
-        sinks = layout.sinks(config.num_sinks)[:, None, :, None].expand(*pi_k.shape[:-1], 1)
-        pi_k = torch.cat([pi_k.masked_fill(sinks, 0), sinks.to(pi_k.dtype)], dim=-1)
+    pi_q, pi_k = routing_with_sinks(pi_q, pi_k, config, layout)
     table, level = gates(config, table_length(config, layout), q.device)
     return _attend(
         q,
         k,
         v,
         dense_plan(layout),
-        bias=ops.WORTH,
+        bias=WORTH,
         groups=pi_q.shape[1],
-        pi_q=pi_q.contiguous(),
-        pi_k=pi_k.contiguous(),
+        pi_q=pi_q,
+        pi_k=pi_k,
         table=table.flatten(0, 1),
         level_until=level,
         epsilon=config.epsilon,
@@ -149,7 +146,7 @@ def distance_attention(
         k,
         v,
         dense_plan(layout),
-        bias=ops.NONE if log_gate is None and slopes is None else ops.TABLE,
+        bias=NONE if log_gate is None and slopes is None else TABLE,
         groups=1,
         table=log_gate,
         level_until=level,
@@ -181,7 +178,7 @@ def _attend(
     epsilon: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    out, lse, _ = torch.ops.mosar.triton_attend(
+    out, lse, _ = ops.attend(
         q,
         k,
         v,

@@ -19,9 +19,9 @@ from torch.library import triton_op, wrap_triton
 from mosar.core.config import MoSARConfig
 from mosar.kernels.plan import whole_reach
 from mosar.kernels.tables import on_device
-from mosar.kernels.triton.launches import handed_over, in_base_two, launching_on
+from mosar.kernels.triton.launches import handed_over, in_base_two, keep_whole, launching_on
+from mosar.kernels.triton.logits import GEOMETRY, LN2, NEVER, cap_scores, fall, take_plateau
 from mosar.kernels.triton.plan import plateaus
-from mosar.kernels.triton.tiles import GEOMETRY, LN2, NEVER, cap_scores, fall, take_plateau
 
 # Keys that a part should have at least, so that reading them outweighs starting and joining it.
 _KEYS_PER_PART = 256
@@ -258,6 +258,7 @@ def _fake_cache_attend(q, *inputs):
 
 
 cache_attend.register_fake(_fake_cache_attend)
+keep_whole("triton_cache_attend")
 
 
 def attend_token(

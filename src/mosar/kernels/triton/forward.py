@@ -14,24 +14,29 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from mosar.kernels.triton.tiles import (
-    GEOMETRY,
+from mosar.kernels.triton.logits import (
     LN2,
     NEVER,
     WORTH,
     Bias,
     at_least,
-    edge_block,
-    find_part,
-    load_matrix,
     make_logits,
     mix_gates,
-    split_zones,
     spread_heads,
-    store_matrix,
-    take_keys,
     take_plateau,
+)
+from mosar.kernels.triton.tiles import (
+    advance,
+    edge_block,
+    find_job,
+    heads_of_tile,
+    load_keys,
+    load_matrix,
+    order_of,
+    source_of,
+    store_matrix,
     take_rows,
+    take_run,
     take_tokens,
 )
 
@@ -47,18 +52,6 @@ class Softmax(NamedTuple):
     """[BLOCK_M, BLOCK_D]: of values times exponentials."""
 
 
-class Source(NamedTuple):
-    """Keys and values of one head, and the plan's order of them."""
-
-    k: tl.tensor
-    v: tl.tensor
-    k_token: tl.tensor
-    v_token: tl.tensor
-    order: tl.tensor
-    places: tl.tensor
-    routing: tl.tensor
-
-
 @triton.jit
 def attend_block(
     state, queries, rows, tokens, source, start, limit, lo, hi, factor, cap, plateau, bias,
@@ -67,9 +60,7 @@ def attend_block(
     PRECISION: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One more block of keys: places [start, limit) of the sorted ones."""
-    keys = take_keys(start, limit, source.order, source.places, source.routing, COLUMNS, BLOCK_N)
-    k = load_matrix(source.k, keys.token * source.k_token, keys.live, HEAD_DIM, BLOCK_D)
-    v = load_matrix(source.v, keys.token * source.v_token, keys.live, HEAD_DIM, BLOCK_D)
+    keys, k, v = load_keys(start, limit, source, COLUMNS, HEAD_DIM, BLOCK_D, BLOCK_N)
     product = tl.dot(queries, tl.trans(k), input_precision=PRECISION)
     score, _ = make_logits(
         product, rows, tokens, keys, lo, hi, factor, cap, plateau, bias,
@@ -108,63 +99,28 @@ def forward_kernel(
     CAPPED: tl.constexpr, SQUARE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    CHUNKS: tl.constexpr = (SHARE + BLOCK_M - 1) // BLOCK_M
-    HEADS: tl.constexpr = (SHARE + CHUNKS - 1) // CHUNKS
+    HEADS: tl.constexpr = heads_of_tile(SHARE, BLOCK_M)
+    CHUNKS: tl.constexpr = (SHARE + HEADS - 1) // HEADS
     TOKENS: tl.constexpr = BLOCK_M // HEADS
     SPREAD: tl.constexpr = (BIAS == WORTH) and (HEADS > 1) and (HEADS * TOKENS == BLOCK_M)
-    program = tl.program_id(0)
-    tiles = tl.cdiv(num_queries, TOKENS) + (LABELS - 1)
-    chunk = program // tiles % CHUNKS
-    kv_head = program // (tiles * CHUNKS) % kv_heads
-    batch = (program // (tiles * CHUNKS * kv_heads)).to(tl.int64)
-    group = kv_head // (kv_heads // groups)
-    plan_row = batch * plan_batch + group * plan_group
-    query_offsets += plan_row * (LABELS + 1)
-    label, begin, end = find_part(query_offsets, program % tiles, TOKENS, LABELS, True)
-    if label < 0:
+    job = find_job(
+        query_offsets, num_queries, kv_heads, groups, plan_batch, plan_group,
+        TOKENS, LABELS, CHUNKS, True,
+    )  # fmt: skip
+    if job.part < 0:
         return
 
-    if query_order is not None:
-        query_order += plan_row * num_queries
-    if query_places is not None:
-        query_places += plan_row * num_queries
-    if key_order is not None:
-        key_order += plan_row * num_keys
-    if key_places is not None:
-        key_places += plan_row * num_keys
-    routing = batch * groups + group
-    if BIAS == WORTH:
-        pi_q += routing * num_queries * REGIMES
-        pi_k += routing * num_keys * COLUMNS
-    runs = plan_row * num_queries * CLASSES
-    first_head = kv_head * SHARE + chunk * HEADS
-    last_head = tl.minimum(first_head + HEADS, kv_head * SHARE + SHARE)
-    rows = take_rows(
-        begin, end, first_head, last_head, query_order, query_places, shift, HEADS, TOKENS, BLOCK_M
-    )
-    tokens = take_tokens(
-        begin, end, rows, query_order, query_places, shift, pi_q, SPREAD, TOKENS, REGIMES
-    )
-    source = Source(
-        k=k + batch * k_batch + kv_head.to(tl.int64) * k_head,
-        v=v + batch * v_batch + kv_head.to(tl.int64) * v_head,
-        k_token=k_token,
-        v_token=v_token,
-        order=key_order,
-        places=key_places,
-        routing=pi_k,
-    )
-    bias = Bias(
-        barrier=barrier,
-        exponent=exponent,
-        epsilon=epsilon,
-        table=table,
-        table_stride=table_stride,
-        table_length=table_length,
-        level_until=level_until,
-        slopes=slopes,
-    )
-    offset = batch * q_batch + rows.head.to(tl.int64) * q_head + rows.token * q_token
+    by_query = order_of(job, query_order, query_places, shift, num_queries)
+    by_key = order_of(job, key_order, key_places, 0, num_keys)
+    pi_q = advance(pi_q, job.routing_row * num_queries * REGIMES)
+    pi_k = advance(pi_k, job.routing_row * num_keys * COLUMNS)
+    source = source_of(job, k, v, k_batch, k_head, k_token, v_batch, v_head, v_token, by_key, pi_k)
+    bias = Bias(barrier, exponent, epsilon, table, table_stride, table_length, level_until, slopes)
+    first_head = job.kv_head * SHARE + job.chunk * HEADS
+    last_head = tl.minimum(first_head + HEADS, job.kv_head * SHARE + SHARE)
+    rows = take_rows(job.begin, job.end, first_head, last_head, by_query, HEADS, TOKENS, BLOCK_M)
+    tokens = take_tokens(job.begin, job.end, rows, by_query, pi_q, SPREAD, TOKENS, REGIMES)
+    offset = job.batch * q_batch + rows.head.to(tl.int64) * q_head + rows.token * q_token
     queries = load_matrix(q, offset, rows.live, HEAD_DIM, BLOCK_D)
     state = Softmax(
         top=tl.full([BLOCK_M], NEVER, tl.float32),
@@ -172,27 +128,20 @@ def forward_kernel(
         sums=tl.zeros([BLOCK_M, BLOCK_D], tl.float32),
     )
     for c in range(CLASSES):
-        first = runs + begin * CLASSES + c
-        last = runs + (end - 1) * CLASSES + c
-        lo_min, lo_max = tl.load(run_lo + first), tl.load(run_lo + last)
-        hi_min, hi_max = tl.load(run_hi + first), tl.load(run_hi + last)
-        if BIAS == GEOMETRY:
-            lo_max = tl.maximum(lo_max, tl.load(run_flat + last))
-        plateau = take_plateau(plateaus, falls, label, c, CLASSES, BIAS)
-        mine = runs + rows.place * CLASSES + c
-        lo = tl.load(run_lo + mine, mask=rows.live, other=0)
-        hi = tl.load(run_hi + mine, mask=rows.live, other=0)
-        before, stop, whole, rest, after = split_zones(lo_min, lo_max, hi_min, hi_max, BLOCK_N)
-        for index in range(0, before + after):
-            start, limit = edge_block(index, lo_min, before, stop, rest, hi_max, BLOCK_N)
+        lo, hi, zones = take_run(
+            run_lo, run_hi, run_flat, job, rows, c, num_queries, CLASSES, BIAS, BLOCK_N
+        )
+        plateau = take_plateau(plateaus, falls, job.part, c, CLASSES, BIAS)
+        for index in range(0, zones.before + zones.after):
+            start, limit = edge_block(index, zones, BLOCK_N)
             state = attend_block(
                 state, queries, rows, tokens, source, start, limit, lo, hi,
                 factor, cap, plateau, bias,
                 True, BIAS, CAPPED, SQUARE, SPREAD, REGIMES, COLUMNS, HEADS, PRECISION,
                 HEAD_DIM, BLOCK_D, BLOCK_N,
             )  # fmt: skip
-        for index in range(0, whole):
-            start = stop + index * BLOCK_N
+        for index in range(0, zones.whole):
+            start = zones.stop + index * BLOCK_N
             state = attend_block(
                 state, queries, rows, tokens, source, start, start + BLOCK_N, lo, hi,
                 factor, cap, plateau, bias,
@@ -202,7 +151,7 @@ def forward_kernel(
 
     empty = state.total == 0.0
     total = tl.where(empty, 1.0, state.total)
-    at = (batch * kv_heads * SHARE + rows.head) * num_queries + rows.token
+    at = (job.batch * kv_heads * SHARE + rows.head) * num_queries + rows.token
     store_matrix(out, at * HEAD_DIM, rows.live, state.sums / total[:, None], HEAD_DIM, BLOCK_D)
     found = tl.where(empty, NEVER, (state.top + tl.log2(total)) * LN2)
     tl.store(lse + at, found, mask=rows.live)

@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensorMode
 
 LOG2E = math.log2(math.e)
 
 
 def launching_on(tensor: Tensor) -> AbstractContextManager[object]:
     """Around launches: Triton takes the current device, which need not be the tensors'."""
-    # A compiled graph brings its own guard.
-    return nullcontext() if torch.compiler.is_compiling() else torch.cuda.device_of(tensor)
+    return torch.cuda.device_of(tensor)
+
+
+def keep_whole(name: str) -> None:
+    """Makes torch.compile take `mosar::{name}` as one piece, as it takes operators of C++.
+
+    Left to itself it would copy the kernels' source into its own, but not the named tuples that
+    this source is written with.
+    """
+    torch.library.register_torch_dispatch(
+        f"mosar::{name}",
+        FunctionalTensorMode,
+        lambda mode, func, types, args, kwargs: mode.__torch_dispatch__(func, types, args, kwargs),
+    )
 
 
 def in_base_two(scale: float, softcap: float, barrier: float) -> dict[str, float | bool]:

@@ -10,11 +10,11 @@ import triton
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
+from mosar.kernels.autograd import empty_results, register_attention
 from mosar.kernels.triton.blocks import choose, length_class, num_splits
-from mosar.kernels.triton.launches import in_base_two, launching_on
+from mosar.kernels.triton.launches import in_base_two, keep_whole, launching_on
 from mosar.kernels.triton.plan import reader_runs
-
-NONE, GEOMETRY, WORTH, TABLE = range(4)
+from mosar.kernels.triton.tiles import heads_of_tile
 
 
 @triton_op("mosar::triton_attend", mutates_args={})
@@ -52,7 +52,7 @@ def attend(
     GEOMETRY, `table` [R * C, length] those of WORTH, `table` [1 or Hq, length] in base 2 and slopes
     the bias of TABLE.
     """
-    out, lse, softmax = _empty_results(q)
+    out, lse, softmax = empty_results(q)
     common = _common(
         q, k, v, pi_q, pi_k, query_order, key_order, query_places, key_places, query_offsets,
         run_lo, table, level_until, slopes, plateaus, falls, groups, bias, scale, softcap,
@@ -258,60 +258,14 @@ def _query_grid(q: Tensor, k: Tensor, query_offsets: Tensor):
     share = heads // kv_heads
 
     def grid(meta: dict[str, Any]) -> tuple[int]:
-        chunks = -(-share // meta["BLOCK_M"])
-        tokens = meta["BLOCK_M"] // -(-share // chunks)
-        return ((-(-queries // tokens) + labels - 1) * chunks * kv_heads * batch,)
+        together = heads_of_tile(share, meta["BLOCK_M"])
+        tiles = -(-queries // (meta["BLOCK_M"] // together)) + labels - 1
+        return (tiles * -(-share // together) * kv_heads * batch,)
 
     return grid
 
 
-def _empty_results(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    rows = q.shape[:-1]
-    return (
-        q.new_empty(q.shape),
-        q.new_empty(rows, dtype=torch.float32),
-        q.new_empty((2, *rows), dtype=torch.float32),
-    )
-
-
-def _setup_context(ctx, inputs, output) -> None:
-    ctx.is_tensor = [isinstance(x, Tensor) for x in inputs]
-    ctx.others = [x for x in inputs if not isinstance(x, Tensor)]
-    out, _, softmax = output
-    ctx.mark_non_differentiable(softmax)
-    ctx.save_for_backward(out, softmax, *(x for x in inputs if isinstance(x, Tensor)))
-
-
-def _backward(ctx, dout: Tensor, dlse: Tensor, _: Tensor):
-    out, softmax, *tensors = ctx.saved_tensors
-    tensors, others = iter(tensors), iter(ctx.others)
-    inputs = [next(tensors) if is_tensor else next(others) for is_tensor in ctx.is_tensor]
-    dq, dk, dv, dpi_q, dpi_k = torch.ops.mosar.triton_attend_backward(
-        dout.contiguous(), dlse.contiguous(), out, softmax, *inputs
-    )
-    routed = inputs[3] is not None
-    gradients = [dq, dk, dv, dpi_q if routed else None, dpi_k if routed else None]
-    return (*gradients, *[None] * (len(inputs) - len(gradients)))
-
-
-def _no_second_derivative(ctx, *gradients: Tensor):
-    raise NotImplementedError(
-        "impl='triton' gives no second derivatives; use impl='reference' or impl='tiled'"
-    )
-
-
-def _fake_attend(q, *inputs):
-    return _empty_results(q)
-
-
-def _fake_backward(dout, dlse, out, softmax, q, k, v, pi_q, pi_k, *inputs):
-    empty = dlse.new_empty
-    routings = [empty((0,)) if pi is None else empty(pi.shape) for pi in (pi_q, pi_k)]
-    return torch.empty_like(out), k.new_empty(k.shape), v.new_empty(v.shape), *routings
-
-
 # Shapes alone: the interpreter cannot run a kernel on tensors without data.
-attend.register_fake(_fake_attend)
-attend_backward.register_fake(_fake_backward)
-attend.register_autograd(_backward, setup_context=_setup_context)
-attend_backward.register_autograd(_no_second_derivative)
+register_attention("triton_attend", impl="triton")
+keep_whole("triton_attend")
+keep_whole("triton_attend_backward")

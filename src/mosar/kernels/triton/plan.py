@@ -35,7 +35,7 @@ from mosar.kernels.plan import (
     whole_reach,
 )
 from mosar.kernels.tables import gate_table, kept_table, on_device
-from mosar.kernels.triton.launches import launching_on
+from mosar.kernels.triton.launches import keep_whole, launching_on
 from mosar.kernels.triton.planning import (
     count_kernel,
     place_kernel,
@@ -195,6 +195,7 @@ def _fake_plan(labels_q, classes_k, reach, plateau, padded):
 
 # Shapes alone: the interpreter cannot run a kernel on tensors without data.
 plan_by_counting.register_fake(_fake_plan)
+keep_whole("triton_plan")
 
 
 def dense_plan(layout: Layout) -> DevicePlan:
@@ -314,8 +315,8 @@ def reader_runs(
         num_queries=queries,
         num_keys=num_keys,
         num_blocks=num_blocks,
-        # Halvings until one is left; of a length that is a symbol of a graph, enough for any.
-        steps=queries.bit_length() if isinstance(queries, int) else 31,
+        # Halvings until one is left.
+        steps=queries.bit_length(),
         LABELS=labels,
         CLASSES=classes,
         BLOCK=BLOCK,

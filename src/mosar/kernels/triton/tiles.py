@@ -1,10 +1,7 @@
-"""What the kernels share: tiles of rows, blocks of keys, logits and biases.
+"""What the kernels share: the tile of a program, its rows of queries, blocks of keys.
 
 A tile holds BLOCK_M rows. A row is a token of one query head; the HEADS heads of a key/value head
-that share a tile lie side by side: row r is token r // HEADS and head r % HEADS. A block of scores
-is [rows, keys], or [keys, rows] where KEYS_FIRST.
-
-Everything is in base 2. A mixture of gates multiplies exponentials instead of entering logits.
+that share a tile lie side by side: row r is token r // HEADS and head r % HEADS.
 """
 
 # Triton reads these functions, not Python: its types say little to a checker.
@@ -16,14 +13,47 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-# Kinds of bias, as in csrc/attention.h.
-NONE = tl.constexpr(0)
-GEOMETRY = tl.constexpr(1)
-WORTH = tl.constexpr(2)
-TABLE = tl.constexpr(3)
+from mosar.kernels.triton.logits import GEOMETRY
 
-LN2 = tl.constexpr(0.6931471805599453)
-NEVER = tl.constexpr(float("-inf"))
+
+class Job(NamedTuple):
+    """What a program works on: some places of one part, for one key/value head."""
+
+    part: tl.tensor
+    """The label of the queries, or the class of the keys; -1 where there is nothing to do."""
+    begin: tl.tensor
+    end: tl.tensor
+    chunk: tl.tensor
+    """Which of the chunks of the query heads that share the key/value head."""
+    kv_head: tl.tensor
+    batch: tl.tensor
+    plan_row: tl.tensor
+    routing_row: tl.tensor
+
+
+class Sorted(NamedTuple):
+    """The plan's order of queries or of keys.
+
+    Apart from what is read by it: to torch.compile a pointer that enters a function is written to
+    if what the function returns enters the address of a store.
+    """
+
+    order: tl.tensor
+    places: tl.tensor
+    shift: tl.tensor
+    """The position of the first, where `places` does not say it."""
+
+
+class Source(NamedTuple):
+    """Keys and values of one head, and the plan's order of them."""
+
+    k: tl.tensor
+    v: tl.tensor
+    k_token: tl.tensor
+    v_token: tl.tensor
+    order: tl.tensor
+    """Sorted."""
+    routing: tl.tensor
 
 
 class Rows(NamedTuple):
@@ -62,25 +92,18 @@ class Keys(NamedTuple):
     last: tl.tensor
 
 
-class Bias(NamedTuple):
-    """What the biases are made of; each kind reads its part."""
+class Zones(NamedTuple):
+    """Places [begin, end): `whole` blocks from `stop` to `rest` inside everybody's run, and the
+    edges, `before` and `after` them.
+    """
 
-    barrier: tl.tensor
-    exponent: tl.tensor
-    epsilon: tl.tensor
-    table: tl.tensor
-    table_stride: tl.tensor
-    table_length: tl.tensor
-    level_until: tl.tensor
-    slopes: tl.tensor
-
-
-class Plateau(NamedTuple):
-    """Where the gate of one regime pair starts to fall, and 1 / the length of the fall."""
-
+    begin: tl.tensor
+    stop: tl.tensor
+    rest: tl.tensor
+    end: tl.tensor
+    before: tl.tensor
     whole: tl.tensor
-    fraction: tl.tensor
-    inverse: tl.tensor
+    after: tl.tensor
 
 
 @triton.jit
@@ -106,48 +129,141 @@ def find_part(offsets, tile, SIZE: tl.constexpr, PARTS: tl.constexpr, LATE_FIRST
     return part, begin, end
 
 
+@triton.constexpr_function
+def heads_of_tile(share, rows):
+    """How many of `share` heads a tile of `rows` rows takes: all, or even chunks of them."""
+    chunks = -(-share // rows)
+    return -(-share // chunks)
+
+
+@triton.jit
+def find_job(
+    offsets, length, kv_heads, groups, plan_batch, plan_group,
+    SIZE: tl.constexpr, PARTS: tl.constexpr, CHUNKS: tl.constexpr, LATE_FIRST: tl.constexpr,
+):  # fmt: skip
+    """What this program works on: a tile of up to SIZE of the `length` sorted tokens."""
+    program = tl.program_id(0)
+    tiles = tl.cdiv(length, SIZE) + (PARTS - 1)
+    kv_head = program // (tiles * CHUNKS) % kv_heads
+    batch = (program // (tiles * CHUNKS * kv_heads)).to(tl.int64)
+    group = kv_head // (kv_heads // groups)
+    plan_row = batch * plan_batch + group * plan_group
+    offsets += plan_row * (PARTS + 1)
+    part, begin, end = find_part(offsets, program % tiles, SIZE, PARTS, LATE_FIRST)
+    return Job(
+        part=part,
+        begin=begin,
+        end=end,
+        chunk=program // tiles % CHUNKS,
+        kv_head=kv_head,
+        batch=batch,
+        plan_row=plan_row,
+        routing_row=batch * groups + group,
+    )
+
+
+@triton.jit
+def advance(pointer, offset):
+    """The pointer further on, where there is one."""
+    if pointer is None:
+        return pointer
+    else:
+        return pointer + offset
+
+
+@triton.jit
+def order_of(job, order, places, shift, length):
+    """The order of the `length` queries, or keys, of a job."""
+    return Sorted(
+        order=advance(order, job.plan_row * length),
+        places=advance(places, job.plan_row * length),
+        shift=shift,
+    )
+
+
+@triton.jit
+def source_of(
+    job, k, v, k_batch, k_head, k_token, v_batch, v_head, v_token, order, routing
+):  # fmt: skip
+    return Source(
+        k=k + job.batch * k_batch + job.kv_head.to(tl.int64) * k_head,
+        v=v + job.batch * v_batch + job.kv_head.to(tl.int64) * v_head,
+        k_token=k_token,
+        v_token=v_token,
+        order=order,
+        routing=routing,
+    )
+
+
 @triton.jit
 def split_zones(begin, inner_begin, inner_end, end, BLOCK: tl.constexpr):
-    """[begin, end) as whole blocks of [inner_begin, inner_end), and what is before and after them.
-
-    Returns (blocks before, where they stop, whole blocks, where the rest starts, blocks after).
-    """
+    """[begin, end) as whole blocks of [inner_begin, inner_end), and what is before and after."""
     inner_begin = tl.minimum(tl.maximum(inner_begin, begin), end)
     whole = tl.maximum(tl.minimum(inner_end, end) - inner_begin, 0) // BLOCK
     stop = tl.where(whole > 0, inner_begin, end)
     rest = stop + whole * BLOCK
-    return tl.cdiv(stop - begin, BLOCK), stop, whole, rest, tl.cdiv(end - rest, BLOCK)
+    return Zones(
+        begin=begin,
+        stop=stop,
+        rest=rest,
+        end=end,
+        before=tl.cdiv(stop - begin, BLOCK),
+        whole=whole,
+        after=tl.cdiv(end - rest, BLOCK),
+    )
 
 
 @triton.jit
-def edge_block(index, begin, before, stop, rest, end, BLOCK: tl.constexpr):
+def edge_block(index, zones, BLOCK: tl.constexpr):
     """Where the edge block `index` starts, and where the places it may use end."""
-    is_before = index < before
-    first = tl.where(is_before, begin + index * BLOCK, rest + (index - before) * BLOCK)
-    return first, tl.where(is_before, stop, end)
+    is_before = index < zones.before
+    after = zones.rest + (index - zones.before) * BLOCK
+    first = tl.where(is_before, zones.begin + index * BLOCK, after)
+    return first, tl.where(is_before, zones.stop, zones.end)
 
 
 @triton.jit
-def position_of(places, index, live, shift):
-    """Positions of sorted tokens; without a list they count up from `shift`."""
-    if places is None:
-        return index + shift
+def take_run(
+    run_lo, run_hi, run_flat, job, rows, c, length,
+    CLASSES: tl.constexpr, BIAS: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The keys of class c that the queries of a job read: [lo, hi) of each row, and their zones."""
+    runs = job.plan_row * length * CLASSES + c
+    first = runs + job.begin * CLASSES
+    last = runs + (job.end - 1) * CLASSES
+    lo_max = tl.load(run_lo + last)
+    if BIAS == GEOMETRY:
+        lo_max = tl.maximum(lo_max, tl.load(run_flat + last))
+    zones = split_zones(
+        tl.load(run_lo + first), lo_max, tl.load(run_hi + first), tl.load(run_hi + last), BLOCK_N
+    )
+    mine = runs + rows.place * CLASSES
+    lo = tl.load(run_lo + mine, mask=rows.live, other=0)
+    hi = tl.load(run_hi + mine, mask=rows.live, other=0)
+    return lo, hi, zones
+
+
+@triton.jit
+def position_of(tokens, index, live):
+    """Positions of sorted tokens; without a list they count up."""
+    if tokens.places is None:
+        return index + tokens.shift
     else:
-        return tl.load(places + index, mask=live, other=0)
+        return tl.load(tokens.places + index, mask=live, other=0)
 
 
 @triton.jit
-def token_of(order, index, live):
+def token_of(tokens, index, live):
     """Tokens of sorted places, as int64 for offsets; without a list the order is as it comes."""
-    if order is None:
+    if tokens.order is None:
         return index.to(tl.int64)
     else:
-        return tl.load(order + index, mask=live, other=0).to(tl.int64)
+        return tl.load(tokens.order + index, mask=live, other=0).to(tl.int64)
 
 
 @triton.jit
 def take_rows(
-    begin, end, first_head, last_head, order, places, shift,
+    begin, end, first_head, last_head, order,
     HEADS: tl.constexpr, TOKENS: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """The rows of places [begin, end) and heads [first_head, last_head)."""
@@ -159,69 +275,61 @@ def take_rows(
         place=place,
         token=token_of(order, place, live),
         head=tl.minimum(head, last_head - 1),
-        position=position_of(places, place, live, shift),
+        position=position_of(order, place, live),
     )
 
 
 @triton.jit
 def take_tokens(
-    begin, end, rows, order, places, shift, routing,
+    begin, end, rows, order, routing,
     SPREAD: tl.constexpr, TOKENS: tl.constexpr, REGIMES: tl.constexpr,
 ):  # fmt: skip
     """The tokens of the same places, once each where SPREAD says so, else those of `rows`."""
-    first = position_of(places, begin, True, shift)
-    last = position_of(places, end - 1, True, shift)
     if SPREAD:
         place = begin + tl.arange(0, TOKENS)
         live = place < end
         token = token_of(order, place, live)
-        position = position_of(places, place, live, shift)
+        position = position_of(order, place, live)
     else:
         live, token, position = rows.live, rows.token, rows.position
-    if routing is not None:
-        routing += token * REGIMES
     return Tokens(
         live=live,
         token=token,
         position=position,
-        routing=routing,
-        first=first,
-        last=last,
+        routing=advance(routing, token * REGIMES),
+        first=position_of(order, begin, True),
+        last=position_of(order, end - 1, True),
     )
 
 
 @triton.jit
-def take_keys(start, limit, order, places, routing, COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr):
+def take_keys(start, limit, order, routing, COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr):
     """The sorted keys [start, limit), at most BLOCK_N."""
     place = start + tl.arange(0, BLOCK_N)
     live = place < limit
     token = token_of(order, place, live)
     end = tl.minimum(start + BLOCK_N, limit)
-    if routing is not None:
-        routing += token * COLUMNS
     return Keys(
         live=live,
         place=place,
         token=token,
-        position=position_of(places, place, live, 0),
-        routing=routing,
-        first=position_of(places, start, True, 0),
-        last=position_of(places, end - 1, True, 0),
+        position=position_of(order, place, live),
+        routing=advance(routing, token * COLUMNS),
+        first=position_of(order, start, True),
+        last=position_of(order, end - 1, True),
     )
 
 
 @triton.jit
-def take_plateau(plateaus, falls, label, c, CLASSES: tl.constexpr, BIAS: tl.constexpr):
-    """The geometry of a (label, class), where it is what the bias is made of."""
-    if BIAS == GEOMETRY:
-        pair = label * CLASSES + c
-        return Plateau(
-            whole=tl.load(plateaus + pair),
-            fraction=tl.load(falls + pair * 2),
-            inverse=tl.load(falls + pair * 2 + 1),
-        )
-    else:
-        return Plateau(whole=0, fraction=0.0, inverse=0.0)
+def load_keys(
+    start, limit, source, COLUMNS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The same of a source, with their matrices of keys and of values."""
+    keys = take_keys(start, limit, source.order, source.routing, COLUMNS, BLOCK_N)
+    k = load_matrix(source.k, keys.token * source.k_token, keys.live, HEAD_DIM, BLOCK_D)
+    v = load_matrix(source.v, keys.token * source.v_token, keys.live, HEAD_DIM, BLOCK_D)
+    return keys, k, v
 
 
 @triton.jit
@@ -241,174 +349,3 @@ def store_matrix(base, offset, live, rows, HEAD_DIM: tl.constexpr, BLOCK_D: tl.c
     if HEAD_DIM < BLOCK_D:
         mask = mask & (dim < HEAD_DIM)[None, :]
     tl.store(base + offset[:, None] + dim[None, :], rows.to(base.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def over_rows(x, KEYS_FIRST: tl.constexpr):
-    """A vector over rows (or tokens), to be broadcast along keys."""
-    if KEYS_FIRST:
-        return x[None, :]
-    else:
-        return x[:, None]
-
-
-@triton.jit
-def over_keys(x, KEYS_FIRST: tl.constexpr):
-    """A vector over keys, to be broadcast along rows (or tokens)."""
-    if KEYS_FIRST:
-        return x[:, None]
-    else:
-        return x[None, :]
-
-
-@triton.jit
-def spread_heads(x, HEADS: tl.constexpr, KEYS_FIRST: tl.constexpr):
-    """A block over tokens as one over rows."""
-    if KEYS_FIRST:
-        x = tl.broadcast_to(x[:, :, None], [x.shape[0], x.shape[1], HEADS])
-        return tl.reshape(x, [x.shape[0], x.shape[1] * HEADS])
-    else:
-        x = tl.broadcast_to(x[:, None, :], [x.shape[0], HEADS, x.shape[1]])
-        return tl.reshape(x, [x.shape[0] * HEADS, x.shape[2]])
-
-
-@triton.jit
-def sum_heads(x, HEADS: tl.constexpr, KEYS_FIRST: tl.constexpr):
-    """A block over rows, summed over the heads of each token."""
-    if KEYS_FIRST:
-        return tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // HEADS, HEADS]), axis=2)
-    else:
-        return tl.sum(tl.reshape(x, [x.shape[0] // HEADS, HEADS, x.shape[1]]), axis=1)
-
-
-@triton.jit
-def tanh(x):
-    """tanh(x) = x P(x²) / Q(x²) within 3 ulp, saturated beyond |x| = 7.95; NaN passes."""
-    x = tl.where(x > 7.95, 7.95, x)
-    x = tl.where(x < -7.95, -7.95, x)
-    u = x * x
-    p = u * 1.532881022114907e-8 + 2.1958854631520808e-5
-    p = p * u + 3.5752940457314253e-3
-    p = p * u + 0.13447558879852295
-    p = p * u + 1.0
-    q = u * 8.56051542541536e-7 + 3.4174666507169604e-4
-    q = q * u + 2.617833949625492e-2
-    q = q * u + 0.46780887246131897
-    q = q * u + 1.0
-    return x * p / q
-
-
-@triton.jit
-def cap_scores(product, factor, cap, CAPPED: tl.constexpr):
-    """Scores in base 2, and the derivative of the cap.
-
-    `factor` is scale log2(e), or scale / cap where there is a cap; `cap` is the cap times log2(e).
-    """
-    score = product * factor
-    slope = score
-    if CAPPED:
-        bent = tanh(score)
-        slope = 1.0 - bent * bent
-        score = bent * cap
-    return score, slope
-
-
-@triton.jit
-def fall(distance, plateau, barrier, exponent, SQUARE: tl.constexpr):
-    """-log2 of one regime pair's gate, the barrier being in base 2."""
-    # In whole numbers first: float32 holds no fraction of a far plateau.
-    beyond = (distance - plateau.whole).to(tl.float32) - plateau.fraction
-    progress = tl.minimum(tl.maximum(beyond * plateau.inverse, 0.0), 1.0)
-    if SQUARE:
-        return barrier * progress * progress
-    else:
-        return barrier * tl.exp2(exponent * tl.log2(progress))
-
-
-@triton.jit
-def is_level(tokens, keys, bias):
-    """The place of the nearest pair of a block in a table by distance, and whether the table holds
-    the same from there to the farthest pair.
-    """
-    nearest = tl.minimum(tl.maximum(tokens.first - keys.last, 0), bias.table_length - 1)
-    return nearest, tl.load(bias.level_until + nearest) >= tokens.last - keys.first
-
-
-@triton.jit
-def gate_places(tokens, keys, bias, KEYS_FIRST: tl.constexpr):
-    """Where the gates of a block's pairs are in the table, of the nearest, and if all are level."""
-    nearest, level = is_level(tokens, keys, bias)
-    distance = over_rows(tokens.position, KEYS_FIRST) - over_keys(keys.position, KEYS_FIRST)
-    return tl.minimum(tl.maximum(distance, 0), bias.table_length - 1), nearest, level
-
-
-@triton.jit
-def make_logits(
-    product, rows, tokens, keys, lo, hi, factor, cap, plateau, bias,
-    EDGE: tl.constexpr, BIAS: tl.constexpr, CAPPED: tl.constexpr, SQUARE: tl.constexpr,
-    KEYS_FIRST: tl.constexpr,
-):  # fmt: skip
-    """Products q·k to logits in base 2, and the derivative of the cap.
-
-    Only at an EDGE are pairs masked, and gates of one regime pair different from 1.
-    """
-    score, slope = cap_scores(product, factor, cap, CAPPED)
-    distance = over_rows(rows.position, KEYS_FIRST) - over_keys(keys.position, KEYS_FIRST)
-    if BIAS == TABLE:
-        if bias.slopes is not None:
-            steep = over_rows(tl.load(bias.slopes + rows.head), KEYS_FIRST)
-            score -= steep * distance.to(tl.float32)
-        if bias.table is not None:
-            line = bias.table + rows.head * bias.table_stride
-            nearest, level = is_level(tokens, keys, bias)
-            added = tl.zeros(score.shape, tl.float32)
-            if level:
-                added += over_rows(tl.load(line + nearest), KEYS_FIRST)
-            else:
-                at = tl.minimum(tl.maximum(distance, 0), bias.table_length - 1)
-                added += tl.load(over_rows(line, KEYS_FIRST) + at)
-            # Also of a logit of infinity: such a pair does not exist.
-            score = tl.where(added == NEVER, NEVER, score + added)
-    if EDGE:
-        if BIAS == GEOMETRY:
-            score -= fall(distance, plateau, bias.barrier, bias.exponent, SQUARE)
-        place = over_keys(keys.place, KEYS_FIRST)
-        inside = (place >= over_rows(lo, KEYS_FIRST)) & (place < over_rows(hi, KEYS_FIRST))
-        score = tl.where(inside & over_keys(keys.live, KEYS_FIRST), score, NEVER)
-    return score, slope
-
-
-@triton.jit
-def at_least(worth, epsilon):
-    """The worth, held at epsilon; what is not a number stays so, and is seen."""
-    return tl.maximum(worth, epsilon, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def mix_gates(
-    tokens, keys, bias, REGIMES: tl.constexpr, COLUMNS: tl.constexpr, KEYS_FIRST: tl.constexpr
-):
-    """The worth sum_mn pi_q[m] gate[m][n][d] pi_k[n] of each (token, key).
-
-    Level gates are numbers, and the block a sum of outer products; others are looked up.
-    """
-    at, nearest, level = gate_places(tokens, keys, bias, KEYS_FIRST)
-    worth = tl.zeros(at.shape, tl.float32)
-    if level:
-        for n in tl.static_range(COLUMNS):
-            mixed = tl.zeros(tokens.position.shape, tl.float32)
-            for m in tl.static_range(REGIMES):
-                gate = tl.load(bias.table + (m * COLUMNS + n) * bias.table_length + nearest)
-                mixed += gate * tl.load(tokens.routing + m, mask=tokens.live, other=0.0)
-            share_k = tl.load(keys.routing + n, mask=keys.live, other=0.0)
-            worth += over_rows(mixed, KEYS_FIRST) * over_keys(share_k, KEYS_FIRST)
-    else:
-        for n in tl.static_range(COLUMNS):
-            blend = tl.zeros(at.shape, tl.float32)
-            for m in tl.static_range(REGIMES):
-                gates = tl.load(bias.table + (m * COLUMNS + n) * bias.table_length + at)
-                share_q = tl.load(tokens.routing + m, mask=tokens.live, other=0.0)
-                blend += gates * over_rows(share_q, KEYS_FIRST)
-            share_k = tl.load(keys.routing + n, mask=keys.live, other=0.0)
-            worth += blend * over_keys(share_k, KEYS_FIRST)
-    return worth

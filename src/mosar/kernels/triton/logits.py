@@ -1,0 +1,231 @@
+"""What the kernels share: logits of a block, their biases, and mixtures of gates.
+
+A block is [rows, keys], or [keys, rows] where KEYS_FIRST; in place of the rows, of which each is a
+token of one head, it may have the tokens alone (`tiles.py`).
+
+Everything is in base 2. A mixture of gates multiplies exponentials instead of entering logits.
+"""
+
+# Triton reads these functions, not Python: its types say little to a checker.
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportAssignmentType=false
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from mosar.kernels import autograd
+
+GEOMETRY = tl.constexpr(autograd.GEOMETRY)
+WORTH = tl.constexpr(autograd.WORTH)
+TABLE = tl.constexpr(autograd.TABLE)
+
+LN2 = tl.constexpr(0.6931471805599453)
+NEVER = tl.constexpr(float("-inf"))
+
+
+class Bias(NamedTuple):
+    """What the biases are made of; each kind reads its part."""
+
+    barrier: tl.tensor
+    exponent: tl.tensor
+    epsilon: tl.tensor
+    table: tl.tensor
+    table_stride: tl.tensor
+    table_length: tl.tensor
+    level_until: tl.tensor
+    slopes: tl.tensor
+
+
+class Plateau(NamedTuple):
+    """Where the gate of one regime pair starts to fall, and 1 / the length of the fall."""
+
+    whole: tl.tensor
+    fraction: tl.tensor
+    inverse: tl.tensor
+
+
+@triton.jit
+def take_plateau(plateaus, falls, label, c, CLASSES: tl.constexpr, BIAS: tl.constexpr):
+    """The geometry of a (label, class), where it is what the bias is made of."""
+    if BIAS == GEOMETRY:
+        pair = label * CLASSES + c
+        return Plateau(
+            whole=tl.load(plateaus + pair),
+            fraction=tl.load(falls + pair * 2),
+            inverse=tl.load(falls + pair * 2 + 1),
+        )
+    else:
+        return Plateau(whole=0, fraction=0.0, inverse=0.0)
+
+
+@triton.jit
+def over_rows(x, KEYS_FIRST: tl.constexpr):
+    """A vector over rows (or tokens), to be broadcast along keys."""
+    if KEYS_FIRST:
+        return x[None, :]
+    else:
+        return x[:, None]
+
+
+@triton.jit
+def over_keys(x, KEYS_FIRST: tl.constexpr):
+    """A vector over keys, to be broadcast along rows (or tokens)."""
+    if KEYS_FIRST:
+        return x[:, None]
+    else:
+        return x[None, :]
+
+
+@triton.jit
+def spread_heads(x, HEADS: tl.constexpr, KEYS_FIRST: tl.constexpr):
+    """A block over tokens as one over rows."""
+    if KEYS_FIRST:
+        x = tl.broadcast_to(x[:, :, None], [x.shape[0], x.shape[1], HEADS])
+        return tl.reshape(x, [x.shape[0], x.shape[1] * HEADS])
+    else:
+        x = tl.broadcast_to(x[:, None, :], [x.shape[0], HEADS, x.shape[1]])
+        return tl.reshape(x, [x.shape[0] * HEADS, x.shape[2]])
+
+
+@triton.jit
+def sum_heads(x, HEADS: tl.constexpr, KEYS_FIRST: tl.constexpr):
+    """A block over rows, summed over the heads of each token."""
+    if KEYS_FIRST:
+        return tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // HEADS, HEADS]), axis=2)
+    else:
+        return tl.sum(tl.reshape(x, [x.shape[0] // HEADS, HEADS, x.shape[1]]), axis=1)
+
+
+@triton.jit
+def tanh(x):
+    """tanh(x) = x P(x²) / Q(x²) within 3 ulp, saturated beyond |x| = 7.95; NaN passes."""
+    x = tl.where(x > 7.95, 7.95, x)
+    x = tl.where(x < -7.95, -7.95, x)
+    u = x * x
+    p = u * 1.532881022114907e-8 + 2.1958854631520808e-5
+    p = p * u + 3.5752940457314253e-3
+    p = p * u + 0.13447558879852295
+    p = p * u + 1.0
+    q = u * 8.56051542541536e-7 + 3.4174666507169604e-4
+    q = q * u + 2.617833949625492e-2
+    q = q * u + 0.46780887246131897
+    q = q * u + 1.0
+    return x * p / q
+
+
+@triton.jit
+def cap_scores(product, factor, cap, CAPPED: tl.constexpr):
+    """Scores in base 2, and the derivative of the cap.
+
+    `factor` is scale log2(e), or scale / cap where there is a cap; `cap` is the cap times log2(e).
+    """
+    score = product * factor
+    slope = score
+    if CAPPED:
+        bent = tanh(score)
+        slope = 1.0 - bent * bent
+        score = bent * cap
+    return score, slope
+
+
+@triton.jit
+def fall(distance, plateau, barrier, exponent, SQUARE: tl.constexpr):
+    """-log2 of one regime pair's gate, the barrier being in base 2."""
+    # In whole numbers first: float32 holds no fraction of a far plateau.
+    beyond = (distance - plateau.whole).to(tl.float32) - plateau.fraction
+    progress = tl.minimum(tl.maximum(beyond * plateau.inverse, 0.0), 1.0)
+    if SQUARE:
+        return barrier * progress * progress
+    else:
+        return barrier * tl.exp2(exponent * tl.log2(progress))
+
+
+@triton.jit
+def is_level(tokens, keys, bias):
+    """The place of the nearest pair of a block in a table by distance, and whether the table holds
+    the same from there to the farthest pair.
+    """
+    nearest = tl.minimum(tl.maximum(tokens.first - keys.last, 0), bias.table_length - 1)
+    return nearest, tl.load(bias.level_until + nearest) >= tokens.last - keys.first
+
+
+@triton.jit
+def gate_places(tokens, keys, bias, KEYS_FIRST: tl.constexpr):
+    """Where the gates of a block's pairs are in the table, of the nearest, and if all are level."""
+    nearest, level = is_level(tokens, keys, bias)
+    distance = over_rows(tokens.position, KEYS_FIRST) - over_keys(keys.position, KEYS_FIRST)
+    return tl.minimum(tl.maximum(distance, 0), bias.table_length - 1), nearest, level
+
+
+@triton.jit
+def make_logits(
+    product, rows, tokens, keys, lo, hi, factor, cap, plateau, bias,
+    EDGE: tl.constexpr, BIAS: tl.constexpr, CAPPED: tl.constexpr, SQUARE: tl.constexpr,
+    KEYS_FIRST: tl.constexpr,
+):  # fmt: skip
+    """Products q·k to logits in base 2, and the derivative of the cap.
+
+    Only at an EDGE are pairs masked, and gates of one regime pair different from 1.
+    """
+    score, slope = cap_scores(product, factor, cap, CAPPED)
+    distance = over_rows(rows.position, KEYS_FIRST) - over_keys(keys.position, KEYS_FIRST)
+    if BIAS == TABLE:
+        if bias.slopes is not None:
+            steep = over_rows(tl.load(bias.slopes + rows.head), KEYS_FIRST)
+            score -= steep * distance.to(tl.float32)
+        if bias.table is not None:
+            line = bias.table + rows.head * bias.table_stride
+            nearest, level = is_level(tokens, keys, bias)
+            added = tl.zeros(score.shape, tl.float32)
+            if level:
+                added += over_rows(tl.load(line + nearest), KEYS_FIRST)
+            else:
+                at = tl.minimum(tl.maximum(distance, 0), bias.table_length - 1)
+                added += tl.load(over_rows(line, KEYS_FIRST) + at)
+            # Also of a logit of infinity: such a pair does not exist.
+            score = tl.where(added == NEVER, NEVER, score + added)
+    if EDGE:
+        if BIAS == GEOMETRY:
+            score -= fall(distance, plateau, bias.barrier, bias.exponent, SQUARE)
+        place = over_keys(keys.place, KEYS_FIRST)
+        inside = (place >= over_rows(lo, KEYS_FIRST)) & (place < over_rows(hi, KEYS_FIRST))
+        score = tl.where(inside & over_keys(keys.live, KEYS_FIRST), score, NEVER)
+    return score, slope
+
+
+@triton.jit
+def at_least(worth, epsilon):
+    """The worth, held at epsilon; what is not a number stays so, and is seen."""
+    return tl.maximum(worth, epsilon, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def mix_gates(
+    tokens, keys, bias, REGIMES: tl.constexpr, COLUMNS: tl.constexpr, KEYS_FIRST: tl.constexpr
+):
+    """The worth sum_mn pi_q[m] gate[m][n][d] pi_k[n] of each (token, key).
+
+    Level gates are numbers, and the block a sum of outer products; others are looked up.
+    """
+    at, nearest, level = gate_places(tokens, keys, bias, KEYS_FIRST)
+    worth = tl.zeros(at.shape, tl.float32)
+    if level:
+        for n in tl.static_range(COLUMNS):
+            mixed = tl.zeros(tokens.position.shape, tl.float32)
+            for m in tl.static_range(REGIMES):
+                gate = tl.load(bias.table + (m * COLUMNS + n) * bias.table_length + nearest)
+                mixed += gate * tl.load(tokens.routing + m, mask=tokens.live, other=0.0)
+            share_k = tl.load(keys.routing + n, mask=keys.live, other=0.0)
+            worth += over_rows(mixed, KEYS_FIRST) * over_keys(share_k, KEYS_FIRST)
+    else:
+        for n in tl.static_range(COLUMNS):
+            blend = tl.zeros(at.shape, tl.float32)
+            for m in tl.static_range(REGIMES):
+                gates = tl.load(bias.table + (m * COLUMNS + n) * bias.table_length + at)
+                share_q = tl.load(tokens.routing + m, mask=tokens.live, other=0.0)
+                blend += gates * over_rows(share_q, KEYS_FIRST)
+            share_k = tl.load(keys.routing + n, mask=keys.live, other=0.0)
+            worth += blend * over_keys(share_k, KEYS_FIRST)
+    return worth
