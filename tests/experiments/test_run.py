@@ -286,7 +286,7 @@ def test_killed_and_gone_on_with(dataset, tmp_path):
     whole, out = tmp_path / "whole", tmp_path / "e"
     done = subprocess.run(command(dataset, whole), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "2 cells to run, " in done.stderr
+    assert "2 cells to run on " in done.stderr
     assert f"The report: {whole / 'report' / 'index.html'}" in done.stdout
     kills = 0
     for wanted in ("cells/rope-seed0/metrics.jsonl", "records/rope-seed0.jsonl"):
@@ -352,7 +352,7 @@ def test_one_cell_is_not_cells(dataset, tmp_path, monkeypatch):
     words[words.index("--variants") + 1] = "rope"
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 1
-    assert "\n1 cell to run, " in f"\n{result.stderr}"
+    assert "\n1 cell to run on " in f"\n{result.stderr}"
     assert result.stderr.splitlines()[-1] == "mosar: error: 1 cell failed; rope-seed0: no luck"
 
 

@@ -46,7 +46,9 @@ def test_low_precision_is_computed_in_float32(dtype):
     out.backward(gradient)
     exact.backward(gradient.float())
     assert torch.equal(x.grad, x_wide.grad.to(dtype))
-    assert torch.equal(norm.weight.grad, wide.weight.grad.to(dtype))
+    # A sum over tokens, in another order: of two numbers that round apart, either may come out.
+    rounding = torch.finfo(dtype).eps
+    torch.testing.assert_close(norm.weight.grad, wide.weight.grad.to(dtype), rtol=rounding, atol=0)
 
 
 def test_backward_under_autocast_stays_in_float32():

@@ -32,7 +32,7 @@ def _read(hint: Any, value: Any) -> Any:
     """A value of JSON as its field's type has it."""
     if isinstance(hint, type) and issubclass(hint, Fields):
         return hint.from_fields(value)
-    if get_origin(hint) is dict:
+    if get_origin(hint) is dict and get_args(hint)[1] is not Any:
         if not isinstance(value, dict):
             raise ValueError(f"a field must be a JSON object, got {value!r:.60}")
         return {key: _read(get_args(hint)[1], entry) for key, entry in value.items()}
