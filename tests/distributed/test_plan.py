@@ -1,10 +1,12 @@
 """What `mosar plan` says of a rank, against what real processes send and hold."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
-from distributed.launches import run_jobs
+from distributed.launches import SECONDS, environment, run_jobs
 from mosar.planning.plan import PEAK, make_plan
 from mosar.training.config import resolve_config
 
@@ -24,13 +26,10 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def measured(dataset, tmp_path_factory):
-    """What the first of two processes sent and held, by case."""
-    folder = tmp_path_factory.mktemp("costs")
-    jobs = [
+def jobs_of(kind, dataset, folder):
+    return [
         {
-            "kind": "cost",
+            "kind": kind,
             "variant": variant,
             "data": str(dataset),
             "out": str(folder / f"{number}.json"),
@@ -38,9 +37,39 @@ def measured(dataset, tmp_path_factory):
         }
         for number, (variant, sizes, changes) in enumerate(CASES.values())
     ]
-    run_jobs(2, jobs, folder)
+
+
+def found_in(folder):
     found = [json.loads((folder / f"{n}.json").read_text()) for n in range(len(CASES))]
     return dict(zip(CASES, found, strict=True))
+
+
+@pytest.fixture(scope="module")
+def sent(dataset, tmp_path_factory):
+    """Bytes that the first of two real processes sent, by case and operation."""
+    folder = tmp_path_factory.mktemp("sent")
+    run_jobs(2, jobs_of("sent", dataset, folder), folder)
+    return found_in(folder)
+
+
+@pytest.fixture(scope="module")
+def held(dataset, tmp_path_factory):
+    """The most memory of one of two ranks, by case; its messages go nowhere.
+
+    With gloo the allocator's events would miss the end of what the network's thread lets go of.
+    """
+    folder = tmp_path_factory.mktemp("held")
+    file = folder / "jobs.json"
+    file.write_text(json.dumps(jobs_of("held", dataset, folder)))
+    done = subprocess.run(
+        [sys.executable, "-m", "distributed.worker", str(file)],
+        env=environment(WORLD_SIZE="2", RANK="0", NETWORK="fake"),
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return found_in(folder)
 
 
 def plan_of(case, dataset):
@@ -52,8 +81,8 @@ def plan_of(case, dataset):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_rank_sends_what_is_planned(case, dataset, measured):
-    plan, sent = plan_of(case, dataset), measured[case]["sent"]
+def test_a_rank_sends_what_is_planned(case, dataset, sent):
+    plan, sent = plan_of(case, dataset), sent[case]
     section = "sent by a rank in an update"
     # Of two ranks each sends a whole of what is summed, half of what is gathered or scattered.
     halves = (sent["all_gather_single"] + sent["reduce_scatter_single"]) / 2
@@ -62,9 +91,7 @@ def test_a_rank_sends_what_is_planned(case, dataset, measured):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_rank_holds_what_is_planned(case, dataset, measured):
-    """By the events of the allocator, which miss the end of what gloo's thread is last to hold:
-    under FSDP up to a tenth, from run to run."""
-    plan, peak = plan_of(case, dataset), measured[case]["peak"]
-    tolerance = 0.15 if case.startswith("fsdp") else 0.07
-    assert peak == pytest.approx(plan.value(*PEAK), rel=tolerance)
+def test_a_rank_holds_what_is_planned(case, dataset, held):
+    """By the events of the allocator; recomputed, the plan adds up what does not meet."""
+    planned = plan_of(case, dataset).value(*PEAK)
+    assert held[case] == pytest.approx(planned, rel=0.07)
