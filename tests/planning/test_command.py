@@ -62,6 +62,7 @@ def test_settings_of_a_run_count():
     )
     cache = [x["value"] for p in (fp32, bf16) for x in p["lines"] if x["name"] == "every key"]
     assert cache[1] < 0.6 * cache[0]
+    assert as_json("--preset", "paper")["config"]["train"]["precision"] == "bf16"
     meshed = as_json("--preset", "small", "--set", "distributed.tensor=2")
     assert meshed["mesh"] == {"data": 1, "shard": 1, "tensor": 2}
 

@@ -114,7 +114,7 @@ def test_changes(change, value):
         ("train.steps=many", "train.steps must be an integer, got 'many'"),
         ("train.steps=1.5", "train.steps must be an integer, got '1.5'"),
         ("train.learning_rate=fast", "train.learning_rate must be a number, got 'fast'"),
-        ("train.precision=fp8", "train.precision must be one of fp32, bf16, got 'fp8'"),
+        ("train.precision=fp8", "train.precision must be one of fp32, bf16, auto, got 'fp8'"),
         ("train.tensorboard=1", "train.tensorboard must be true or false, got '1'"),
         ("train.betas=0.9", "train.betas must be a list in JSON, got 0.9"),
         ("train.betas=[0.9", "train.betas must be a list in JSON"),

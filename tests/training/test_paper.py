@@ -1,4 +1,4 @@
-"""The published setting: its size, and one real step of it in bounded memory."""
+"""The published setting: its size, its precision, and one real step of it in bounded memory."""
 
 import json
 import subprocess
@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from mosar.data.documents import parse_hf
+from mosar.data.tokenizer import parse_bpe
 from mosar.model.decoder import Decoder
-from mosar.training.config import resolve_config
+from mosar.training.config import TrainConfig, resolve_config
+from mosar.training.loop import train
 
 GIB = 2**30
 
@@ -29,6 +32,33 @@ def test_the_setting():
     assert sum(p.numel() for p in decoder.parameters()) == 800_138_240
     embedding = decoder.embedding.weight.numel()
     assert sum(p.numel() for p in decoder.parameters()) - embedding == 537_994_240
+
+
+def test_the_recipe_for_the_corpus_is_understood():
+    source, tokenizer = "hf:wikimedia/wikipedia:20231101.en", "bpe:256000"
+    page = Path(__file__).parents[2] / "docs" / "data.md"
+    assert f"mosar prepare {source} --tokenizer {tokenizer} " in page.read_text(encoding="utf-8")
+    assert parse_hf(source) == ("wikimedia/wikipedia", "20231101.en", "train")
+    assert parse_bpe(tokenizer) == paper().model.vocab_size
+
+
+def test_bfloat16_on_a_gpu_and_float32_on_a_cpu():
+    assert paper().train.precision == "fp32"
+    for device in ("cuda", "cuda:1"):
+        assert paper("mosar", f"train.device={device}").train.precision == "bf16"
+    assert paper("mosar", "train.device=cuda", "train.precision=fp32").train.precision == "fp32"
+
+
+def test_a_gpu_without_bfloat16_computes_in_float32(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
+    assert TrainConfig(steps=1, device="cuda", precision="auto").precision == "fp32"
+
+
+def test_the_run_says_which_precision_it_was(tmp_path, smoke):
+    train(smoke("rope", "train.steps=1", "train.precision=auto"), tmp_path, progress=False)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved["train"]["precision"] == "fp32"
 
 
 STEP = """

@@ -1,13 +1,17 @@
 """Learning rate and cost weight, against a table worked out by hand."""
 
 import math
+from pathlib import Path
 
 import pytest
 
 from mosar.geometries import VARIANTS
 from mosar.training.config import TrainConfig, resolve_config
 from mosar.training.objective import Objective
+from mosar.training.presets import PRESETS
 from mosar.training.schedule import learning_rate
+
+PAGE = Path(__file__).parents[2] / "docs" / "training.md"
 
 # The paper's: 100 steps up to 3e-4, a cosine of 609,900 steps down to 3e-5. A third of the way the
 # cosine is ½, so that ¾ of the span is left; half way 0, so that ½ is; two thirds: ¼.
@@ -45,6 +49,17 @@ def test_cost_weight(step, weight):
 def test_only_mosar_cost_has_a_cost_weight(variant):
     objective = Objective(config(variant))
     assert [objective.cost_weight(step) for step in COST] == [0.0] * len(COST)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_cost_warms_up_in_proportion_and_the_page_says_its_mean(preset):
+    made = resolve_config(variant="mosar-cost", preset=preset, data="nowhere", vocab_size=257)
+    warmup, steps = made.attention.cost_warmup, made.train.steps
+    assert warmup == 5 * made.train.warmup_steps < steps
+    weight = Objective(made).cost_weight
+    mean = sum(map(weight, range(1, steps + 1))) / steps / weight(steps)
+    row = f"| `{preset}` | {warmup} | {steps:,} | {mean:.4f} |"
+    assert row in PAGE.read_text(encoding="utf-8").splitlines()
 
 
 def test_cost_without_warm_up():

@@ -79,7 +79,7 @@ def plan(
     changes: Annotated[
         list[str] | None,
         set_option(
-            "A change like train.precision=bf16; may be given again. Keys: docs/training.md."
+            "A change like train.precision=fp32; may be given again. Keys: docs/training.md."
         ),
     ] = None,
     json_file: Annotated[
@@ -100,7 +100,7 @@ def plan(
 
     Example: mosar plan --preset paper --context 8192 --gpus 64
 
-    Example: mosar plan --preset paper --gpus 8 --tensor 8 --memory 40 --set train.precision=bf16
+    Example: mosar plan --preset paper --gpus 8 --tensor 8 --memory 40 --set train.precision=fp32
 
     Example: mosar plan --preset small --variant mosar-cost --density results/small --json plan.json
 

@@ -35,7 +35,12 @@ def plan_command(
 ) -> Plan:
     """The plan that the options ask for; ValueError for wrong settings, PlanError for misfits."""
     config = resolve_config(
-        variant=variant, preset=preset, data=".", vocab_size=ASSUMED_VOCABULARY, changes=changes
+        variant=variant,
+        preset=preset,
+        data=".",
+        vocab_size=ASSUMED_VOCABULARY,
+        # A plan is of GPUs, whatever it is made on: their precision counts.
+        changes=["train.device=cuda", *changes],
     )
     mesh = config.distributed
     data = data or mesh.data

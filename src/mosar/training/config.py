@@ -2,8 +2,9 @@
 
     RunConfig = model + attention + data + train + distributed, all frozen; saved with the run
 
-A variant gives the keys under `attention.`, a preset the others; changes come last. The vocabulary
-is that of the data unless the preset or a change sets it.
+A variant gives the keys under `attention.`, a preset the others and the length of the cost's
+warm-up; changes come last. The vocabulary is that of the data unless the preset or a change sets
+it.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from mosar.data.config import DataConfig
 from mosar.data.tasks import TASKS
 from mosar.geometries import VARIANTS, AttentionConfig
 from mosar.model.config import ModelConfig
+from mosar.training.precision import automatic_precision
 from mosar.training.presets import PRESETS
 
-Precision = Literal["fp32", "bf16"]
-PRECISIONS = ("fp32", "bf16")
+Precision = Literal["fp32", "bf16", "auto"]
+PRECISIONS = get_args(Precision)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +58,8 @@ class TrainConfig:
     seed: int = 0
     """Of the initial parameters."""
     precision: Precision = "fp32"
-    """"bf16": matrix products in bfloat16; parameters and optimizer stay in float32."""
+    """"bf16": matrix products in bfloat16; parameters and optimizer stay in float32. "auto" becomes
+    "bf16" on a GPU that has it, "fp32" elsewhere."""
     device: str = "cpu"
     """Where torch computes."""
     loss_chunk: int = 0
@@ -102,6 +105,9 @@ class TrainConfig:
             raise ValueError(f"betas must be two numbers in [0, 1), got {betas!r}")
         if self.precision not in PRECISIONS:
             raise ValueError(f"precision must be one of {PRECISIONS}, got {self.precision!r}")
+        if self.precision == "auto":
+            # Decided once and saved, so that a run goes on in the precision it began with.
+            object.__setattr__(self, "precision", automatic_precision(self.device))
 
     @property
     def windows_per_step(self) -> int:

@@ -6,11 +6,24 @@ import subprocess
 import sys
 from contextlib import AbstractContextManager
 from functools import lru_cache
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from mosar.training.config import TrainConfig
 from mosar.training.errors import TrainingError
+
+if TYPE_CHECKING:
+    from mosar.training.config import TrainConfig
+
+
+def automatic_precision(device: str) -> Literal["fp32", "bf16"]:
+    """bfloat16 on a GPU, unless the one that is here lacks it; float32 elsewhere."""
+    if device.partition(":")[0] != "cuda":
+        return "fp32"
+    # Without a GPU here this is a plan for one.
+    if torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False):
+        return "fp32"
+    return "bf16"
 
 
 def autocast(train: TrainConfig) -> AbstractContextManager[object]:
