@@ -1,16 +1,19 @@
 """The checked-in results: what is rendered follows from the records, and the pages say the same."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
+from mosar.planning.parameters import parameter_parts, total
 from mosar.report.comparison import Comparison
 from mosar.report.experiment import load_experiment
 from mosar.report.markup import latex_tables, markdown_tables
 from mosar.report.retrofit import find_runs, load_run, retrofit_markdown
 from mosar.report.sections import all_tables, make_sections
 from mosar.report.tables import main_table
+from mosar.training.config import resolve_config
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = sorted(path.parent for path in (ROOT / "results").glob("*/experiment.json"))
@@ -39,6 +42,31 @@ def test_the_page_shows_the_main_table():
     rows = [_cells(line) for line in re.findall(r"^\|.*\|$", page, re.M)]
     for row in table.rows:
         assert [row[index].text for index in kept] in rows
+
+
+@pytest.mark.parametrize(
+    ("label", "changes", "records"),
+    [
+        ("`small`", (), "{}-seed0.jsonl"),
+        ("`retrieval`, recall", ("data.task=recall",), "retrieval/{}-seed0-data.task=recall.jsonl"),
+        ("`retrieval`, passkey", ("data.task=passkey",), "passkey/{}-seed0.jsonl"),
+        ("`paper`", (), None),
+    ],
+)
+def test_the_page_says_what_routers_add(label, changes, records):
+    """In docs/experiments.md: parameters as the presets make them and the records have them."""
+    preset, counts = label.split("`")[1], []
+    for variant in ("rope", "mosar"):
+        config = resolve_config(
+            variant=variant, preset=preset, data="nowhere", changes=changes, vocab_size=4096
+        )
+        counts.append(total(parameter_parts(config)))
+        if records is not None:
+            file = ROOT / "results/small/records" / records.format(variant)
+            assert json.loads(file.read_text().splitlines()[0])["parameters"] == counts[-1]
+    rope, mosar = counts
+    row = f"| {label} | {rope:,} | {mosar:,} | {100 * (mosar / rope - 1):+.2f} % |"
+    assert row in (ROOT / "docs/experiments.md").read_text().splitlines()
 
 
 def test_the_report_of_the_retrofit_follows_from_the_records():
