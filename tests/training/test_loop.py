@@ -39,7 +39,7 @@ def test_a_run_leaves_config_metrics_and_checkpoints(smoke, tmp_path):
     first, last = metrics[1], metrics[-2]
     assert first["tokens"] == 4 * 2 * 64
     assert first["learning_rate"] == pytest.approx(1.5e-3)
-    assert first["cost_weight"] == pytest.approx(0.01 / 500)
+    assert first["cost_weight"] == pytest.approx(0.01 / 25)
     assert first["loss"] == pytest.approx(
         first["lm_loss"] + first["cost_weight"] * first["expected_reach"], rel=1e-6
     )

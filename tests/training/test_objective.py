@@ -104,7 +104,7 @@ def test_language_model_loss_is_that_of_the_logits(smoke, changes):
 @pytest.mark.parametrize("changes", [(), ("attention.routing_groups=2",)])
 def test_cost_is_the_mean_over_batch_layers_and_tokens(smoke, changes):
     config = smoke("mosar-cost", "attention.cost_weight=0.5", *changes)
-    decoder, tokens, terms = run_objective(config, step=100)
+    decoder, tokens, terms = run_objective(config, step=5)
     routings = decoder(tokens[:, :-1]).routings
     geometry = config.attention.mosar_config(config.model.max_length)
     costs = [
@@ -113,7 +113,7 @@ def test_cost_is_the_mean_over_batch_layers_and_tokens(smoke, changes):
     ]
     expected = sum(costs) / len(costs)
     torch.testing.assert_close(terms.expected_reach, expected.detach())
-    # 100 of 500 steps of warm-up.
+    # 5 of 25 steps of warm-up.
     torch.testing.assert_close(terms.loss.detach(), terms.lm_loss + 0.1 * expected.detach())
     assert terms.shares.shape == (2, len(routings), 3)
     torch.testing.assert_close(terms.shares.sum(dim=-1), torch.ones(2, len(routings)))

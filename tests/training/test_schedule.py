@@ -62,6 +62,19 @@ def test_the_cost_warms_up_in_proportion_and_the_page_says_its_mean(preset):
     assert row in PAGE.read_text(encoding="utf-8").splitlines()
 
 
+def test_a_preset_warms_up_a_cost_wherever_there_is_one():
+    def warmup(variant, *changes):
+        made = resolve_config(
+            variant=variant, preset="quick", data="nowhere", changes=changes, vocab_size=257
+        )
+        return made.attention.cost_warmup
+
+    assert warmup("mosar", "attention.cost_weight=0.1") == warmup("mosar-cost") == 200
+    assert warmup("mosar-cost", "attention.cost_warmup=7") == 7
+    # Without a cost it means nothing, and runs of before it was scaled stay the same runs.
+    assert warmup("mosar") == warmup("mosar-cost", "attention.cost_weight=0") == 500
+
+
 def test_cost_without_warm_up():
     objective = Objective(config("mosar-cost", "attention.cost_warmup=0"))
     assert (objective.cost_weight(0), objective.cost_weight(1)) == (0.01, 0.01)

@@ -2,9 +2,9 @@
 
     RunConfig = model + attention + data + train + distributed, all frozen; saved with the run
 
-A variant gives the keys under `attention.`, a preset the others and the length of the cost's
-warm-up; changes come last. The vocabulary is that of the data unless the preset or a change sets
-it.
+A variant gives the keys under `attention.`, a preset the others and, where there is a cost, the
+length of its warm-up; changes come last. The vocabulary is that of the data unless the preset or
+a change sets it.
 """
 
 from __future__ import annotations
@@ -275,7 +275,12 @@ def resolve_config(
         f"attention.{field.name}": getattr(VARIANTS[variant], field.name)
         for field in fields(VARIANTS[variant])
     }
-    values |= {**PRESETS[preset], "data.folder": str(data), **parse_changes(changes)}
+    given = {**PRESETS[preset], "data.folder": str(data)}
+    changed = parse_changes(changes)
+    if not (values | changed)["attention.cost_weight"]:
+        # Without a price its warm-up means nothing, and must not make a run another one.
+        given.pop("attention.cost_warmup", None)
+    values |= given | changed
     task = values.get("data.task", DataConfig().task)
     if task != "text":
         # A task needs no folder, and has a vocabulary of its own.
