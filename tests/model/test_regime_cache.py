@@ -308,6 +308,7 @@ def test_rows_move(routing, impl):
         ("reorder", torch.tensor([2, 0, 0])),
         ("batch_repeat", 2),
         ("reorder", torch.tensor([5, 1, 1, 0, 4, 2])),
+        ("batch_select", torch.tensor([True, False, True, True, False, True])),
         ("batch_select", torch.tensor([3, 0])),
     )
     exact = new_cache(case, impl=impl)
@@ -324,6 +325,8 @@ def test_rows_move(routing, impl):
             torch.testing.assert_close(lse, expected[1], atol=5e-6, rtol=5e-6)
             length += size
     assert cache.batch_size == 2
+    with pytest.raises(ValueError, match=r"a mask must be \[2\], got \[3\]"):
+        cache.batch_select(torch.tensor([True, False, True]))
 
 
 def test_moving_rows_copies_only_what_is_doubled():

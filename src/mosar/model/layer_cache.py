@@ -99,9 +99,16 @@ class LayerCache(Generic[S]):
         self.batch_select(torch.arange(self._rows).repeat_interleave(repeats))
 
     def batch_select(self, indices: Tensor) -> None:
-        """The rows of these indices [B'], in their order; a row may come again, or not at all."""
+        """The rows of these indices [B'], in their order; a row may come again, or not at all.
+
+        Or the rows that a mask [B] of bool keeps.
+        """
         if self._store is None:
             return
+        if indices.dtype == torch.bool:
+            if tuple(indices.shape) != (self._rows,):
+                raise ValueError(f"a mask must be [{self._rows}], got {list(indices.shape)}")
+            indices = indices.nonzero()[:, 0]
         rows = indices.detach().long().cpu()
         last = self._rows - 1
         if rows.dim() != 1 or not len(rows) or not 0 <= int(rows.min()) <= int(rows.max()) <= last:

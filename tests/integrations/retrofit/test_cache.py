@@ -78,6 +78,18 @@ def test_beams_go_on_like_greedy_rows():
     assert torch.equal(beams, again)
 
 
+@pytest.mark.parametrize("rows", [[True, False, True], [2, 0]])
+def test_rows_are_selected_by_mask_or_index(rows):
+    model, _ = routed_model()
+    ids, cache = tokens(3, 40), DynamicCache()
+    with torch.no_grad():
+        model(input_ids=ids[:, :35], past_key_values=cache)
+        cache.batch_select_indices(torch.tensor(rows))
+        further = model(input_ids=ids[rows, 35:], past_key_values=cache).logits
+        whole = model(input_ids=ids, use_cache=False).logits
+    torch.testing.assert_close(further, whole[rows, 35:], atol=1e-4, rtol=1e-3)
+
+
 def test_crop_goes_back():
     model, _ = routed_model()
     ids = tokens(1, 40)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
@@ -88,7 +87,7 @@ class MosarCacheLayer(CacheLayerMixin):
         self.state.batch_repeat(repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        self.state.batch_select(_as_rows(indices))
+        self.state.batch_select(indices)
 
 
 class MosarCache(Cache):
@@ -146,8 +145,3 @@ def _removed(tokens_to_remove: int) -> int:
             f"tokens_to_remove must be <= 0, the tokens to drop, got {tokens_to_remove}"
         )
     return -tokens_to_remove
-
-
-def _as_rows(indices: Tensor) -> Tensor:
-    """Indices also where a mask is given."""
-    return indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices
