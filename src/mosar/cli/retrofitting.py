@@ -53,7 +53,10 @@ def retrofit(
     ] = None,
     length: Annotated[
         int | None,
-        typer.Option(help="Tokens of a window; by default 4096.", show_default=False),
+        typer.Option(
+            help="Tokens of a window; by default 4096, or the model's context if that is shorter.",
+            show_default=False,
+        ),
     ] = None,
     steps: Annotated[
         int | None,
@@ -113,12 +116,12 @@ def retrofit(
             ) from None
         use_threads(threads)
         with reported(DataError, RetrofitError, TrainingError), interruptible("stopped"):
-            settings = resolve_settings(target_density, length, steps, changes or [])
+            named = resolve_settings(target_density, length, steps, changes or [])
             run_retrofit_command(
                 model,
                 data or ["stdlib"],
                 out,
-                settings=settings,
+                named=named,
                 geometry=geometry,
                 start_from=start_from,
                 text_field=text_field,

@@ -10,6 +10,7 @@ import mosar
 from integrations.retrofit.models import GEOMETRY, scatter_choices, tiny_model, tokens
 from mosar.integrations.retrofit import RetrofitError, load_adapter, load_retrofitted
 from mosar.integrations.retrofit.adapter import DESCRIPTION, WEIGHTS, read_description
+from mosar.integrations.retrofit.base_model import BaseIdentity, context_length, load_base
 
 
 @pytest.fixture
@@ -51,8 +52,6 @@ def test_only_routers_are_saved(saved):
 def test_the_base_model_is_found_again(tmp_path):
     model = tiny_model()
     model.save_pretrained(tmp_path / "base")
-    from mosar.integrations.retrofit.base_model import BaseIdentity, load_base
-
     loaded, _ = load_base(str(tmp_path / "base"), tokenizer=False)
     attached = mosar.retrofit(loaded, GEOMETRY)
     attached.save(tmp_path / "adapter")
@@ -93,6 +92,12 @@ def test_other_bases_are_refused(saved):
         load_retrofitted(folder)
 
 
+def edit(folder, old, new):
+    text = (folder / DESCRIPTION).read_text()
+    assert text.count(old) == 1
+    (folder / DESCRIPTION).write_text(text.replace(old, new))
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -102,6 +107,8 @@ def test_other_bases_are_refused(saved):
         (lambda f: (f / DESCRIPTION).write_text("{"), "is no adapter"),
         (lambda f: (f / DESCRIPTION).write_text('{"schema": 1}'), "is no adapter"),
         (lambda f: (f / DESCRIPTION).write_text('{"schema": 7}'), "has schema 7"),
+        (lambda f: edit(f, '"reach": 12.0', '"reach": 13.0'), "was altered after it was written"),
+        (lambda f: edit(f, '"why": "a test"', '"why": "a joke"'), "its checksum is wrong"),
     ],
 )
 def test_damage_is_one_clear_line(saved, damage, message):
@@ -115,13 +122,77 @@ def test_damage_is_one_clear_line(saved, damage, message):
     mosar.retrofit(model)
 
 
-def test_routers_of_another_shape_are_refused(saved):
-    folder, _ = saved
+def without_checksum(folder, **geometry):
+    """As earlier versions wrote it."""
     path = folder / DESCRIPTION
     values = json.loads(path.read_text())
-    values["geometry"]["router_hidden"] = 8
+    del values["checksum"]
+    values["geometry"] |= geometry
     path.write_text(json.dumps(values))
+
+
+def test_adapters_of_earlier_versions_are_read(saved):
+    folder, logits = saved
+    without_checksum(folder)
+    attached = load_adapter(tiny_model(), folder)
+    with torch.no_grad():
+        out = attached.model(input_ids=tokens(1, 40), use_cache=False).logits
+    assert torch.equal(out, logits)
+
+
+def test_routers_of_another_shape_are_refused(saved):
+    folder, _ = saved
+    without_checksum(folder, router_hidden=8)
     model = tiny_model()
     with pytest.raises(RetrofitError, match="routers of another shape"):
         load_adapter(model, folder)
     mosar.retrofit(model)
+
+
+@pytest.mark.parametrize("part", ["config", "tokenizer"])
+def test_code_that_a_model_brings_is_not_run(tmp_path, monkeypatch, part):
+    """Nor is anybody asked: here the answer would be yes."""
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    folder, ran = tmp_path / "model", tmp_path / "ran"
+    tiny_model().save_pretrained(folder)
+    code = f"open({str(ran)!r}, 'w')\nclass Own: pass\n"
+    (folder / "own.py").write_text(code)
+    if part == "config":
+        own = {"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}
+        (folder / "config.json").write_text(json.dumps(own))
+    else:
+        own = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+        (folder / "tokenizer_config.json").write_text(json.dumps(own))
+    with pytest.raises(RetrofitError, match="code of its own, which mosar never runs"):
+        load_base(str(folder))
+    assert not ran.exists()
+
+
+def test_a_model_that_is_neither_here_nor_on_the_hub(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(RetrofitError, match="no such file or folder here; from the hub: ") as error:
+        load_base("no/such")
+    assert "\n" not in str(error.value)
+    with pytest.raises(RetrofitError, match="write a model on the hub as no/such"):
+        load_base("hf:no/such")
+
+
+@pytest.mark.parametrize(
+    ("rope", "tokens"),
+    [
+        (None, 512),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}, 2048),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}, 512),
+        ({"rope_type": "linear", "factor": 2.0}, 1024),
+        (
+            {
+                **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0},
+                **{"high_freq_factor": 4.0, "original_max_position_embeddings": 64},
+            },
+            512,
+        ),
+    ],
+)
+def test_the_context_includes_rope_scaling(rope, tokens):
+    changes = {} if rope is None else {"rope_parameters": {"rope_theta": 1e4, **rope}}
+    assert context_length(tiny_model(**changes)) == tokens

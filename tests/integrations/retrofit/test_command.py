@@ -89,6 +89,17 @@ def test_the_same_command_goes_on(base, retrofitted):
     assert len(after) == len(before.splitlines())
 
 
+def test_windows_are_by_default_no_longer_than_the_context(base, tmp_path):
+    result = run(
+        *("retrofit", base / "model", "--data", base / "text.txt", "--out", tmp_path / "out"),
+        *("--config", base / "geometry.json", *ARGUMENTS[2:], "--no-evaluate"),
+    )
+    assert result.exit_code == 0, result.output
+    assert "windows of 512 tokens: the base model reads no more" in result.stderr
+    settings = json.loads((tmp_path / "out" / "config.json").read_text())["settings"]
+    assert settings["length"] == 512
+
+
 def test_evaluate_takes_the_folder(retrofitted, tmp_path):
     out, _ = retrofitted
     result = run(
@@ -173,6 +184,8 @@ def test_evaluate_says_what_is_wrong(base, retrofitted, change, code, message):
         (("--set", "updates=many"), 2, "takes a number, got 'many'"),
         (("--data", "missing.txt"), 1, "missing.txt does not exist"),
         (("--length", "512"), 1, "windows of 512 tokens"),
+        (("--length", "513"), 1, "the 512 tokens that the base model reads, got 513; give --len"),
+        (("--set", "length=513"), 1, "the 512 tokens that the base model reads, got 513"),
         (("--config", "missing.json"), 1, "cannot read missing.json"),
     ],
 )

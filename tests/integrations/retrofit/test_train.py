@@ -100,6 +100,13 @@ def test_windows_begin_at_every_position_of_the_context(tmp_path, monkeypatch):
     assert min(offsets) < 40 and 345 < max(offsets) <= 512 - LENGTH
 
 
+def test_windows_beyond_the_context_are_refused(tmp_path):
+    attached = mosar.retrofit(tiny_model(max_position_embeddings=96), GEOMETRY)
+    with pytest.raises(RetrofitError, match=r"the 96 tokens .* got 128; give --length 96 or less"):
+        train_retrofit(attached, windows(), SETTINGS, tmp_path / "run", progress=False)
+    assert not (tmp_path / "run").exists()
+
+
 def test_the_base_model_is_untouched(trained):
     _, attached, _ = trained
     fresh = tiny_model(num_hidden_layers=2)

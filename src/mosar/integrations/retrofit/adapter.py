@@ -3,7 +3,8 @@
     FOLDER/adapter.safetensors   parameters of the routers, "0.query_router.weight1" and so on
     FOLDER/adapter.json          written last: geometry, base model, checksums
 
-Both are replaced at once; an adapter.json without its weights, or with others, is refused.
+Both are replaced at once; an adapter.json without its weights, or with others, is refused, and one
+that was altered. Those without a checksum of their own are of earlier versions and are read.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ def save_adapter(
             "weights_sha256": hashlib.sha256(weights).hexdigest(),
             "notes": dict(notes or {}),
         }
+        description["checksum"] = _checksum(description)
         _replace(folder / WEIGHTS, weights)
         _replace(folder / DESCRIPTION, json.dumps(description, indent=1).encode() + b"\n")
     except OSError as error:
@@ -72,6 +74,11 @@ def read_description(folder: Path | str) -> dict[str, Any]:
         if values["schema"] != SCHEMA_VERSION:
             raise RetrofitError(
                 f"{path} has schema {values['schema']!r}, and this version reads {SCHEMA_VERSION}"
+            )
+        if values.get("checksum", _checksum(values)) != _checksum(values):
+            raise RetrofitError(
+                f"{path} was altered after it was written (its checksum is wrong); copy the "
+                "adapter again, or train it again"
             )
         BaseIdentity(**values["base"])
         MoSARConfig.from_dict(values["geometry"])
@@ -162,6 +169,12 @@ def _check_base(model: PreTrainedModel, base: BaseIdentity, folder: Path, check:
             f"the adapter in {folder} belongs to {expected}, and the weights of this model are "
             f"others (checksum {found[:12]}, not {base.checksum[:12]})"
         )
+
+
+def _checksum(description: Mapping[str, Any]) -> str:
+    """sha256 of all that it says, but for itself."""
+    content = {key: value for key, value in description.items() if key != "checksum"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _read_weights(folder: Path, checksum: str) -> dict[str, torch.Tensor]:

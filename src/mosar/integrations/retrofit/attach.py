@@ -21,6 +21,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from mosar.attention import ROUTINGS
 from mosar.core.config import MoSARConfig, Regime, check_config
+from mosar.integrations.retrofit.base_model import context_length
 from mosar.integrations.retrofit.cache import RegimeCacheLayer, adopt_cache
 from mosar.integrations.retrofit.errors import RetrofitError
 from mosar.integrations.retrofit.hf_attention import ATTRIBUTE, NAME
@@ -39,7 +40,7 @@ def default_config(model: PreTrainedModel, **changes: Any) -> MoSARConfig:
     """
     text = model.config.get_text_config(decoder=True)
     # The global regime must reach farther than the others, however short the model's context.
-    length = max(int(getattr(text, "max_position_embeddings", None) or 8192), 2048)
+    length = max(context_length(model) or 8192, 2048)
     settings: dict[str, Any] = {
         "max_length": length,
         "regimes": tuple(Regime(name, reach, 1.0) for name, reach in (*_REACHES, ("G", length))),

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import asdict, dataclass
 from io import StringIO
+from logging import ERROR, getLogger
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +48,39 @@ def weights_checksum(model: PreTrainedModel) -> str:
     """sha256 over the names, shapes and bfloat16 values of the parameters."""
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
+        if parameter.is_meta:
+            raise RetrofitError(
+                f"cannot tell the base model by its weights: {name} is not in memory; load the "
+                "model without offloading, or load the adapter with check=False"
+            )
         digest.update(f"{name} {list(parameter.shape)}\n".encode())
         values = parameter.detach().cpu().to(torch.bfloat16).contiguous()
         digest.update(values.view(torch.int16).numpy().data)
     return digest.hexdigest()
+
+
+def context_length(model: PreTrainedModel) -> int | None:
+    """How many positions the model was made for, its rope scaling included; None: no limit."""
+    text = model.config.get_text_config(decoder=True)
+    positions = getattr(text, "max_position_embeddings", None)
+    if not positions:
+        return None
+    rope = getattr(text, "rope_parameters", None) or {}
+    # These scale what the configuration names; elsewhere it names what has been scaled.
+    if rope.get("rope_type") in ("linear", "dynamic", "yarn"):
+        unscaled = rope.get("original_max_position_embeddings") or positions
+        return max(int(positions), int(unscaled * (rope.get("factor") or 1)))
+    return int(positions)
+
+
+def check_length(model: PreTrainedModel, length: int) -> None:
+    """A RetrofitError where windows of so many tokens are longer than the model's context."""
+    most = context_length(model)
+    if most is not None and length > most:
+        raise RetrofitError(
+            f"length must not exceed the {most} tokens that the base model reads, got {length}; "
+            f"give --length {most} or less"
+        )
 
 
 def load_base(
@@ -58,13 +88,19 @@ def load_base(
 ) -> tuple[PreTrainedModel, Any]:
     """A causal language model and its tokenizer: from a folder, a GGUF file or the hub.
 
-    A RetrofitError says in one line why there is none.
+    Code that a model brings is never run. A RetrofitError says in one line why there is none.
     """
+    if source.startswith("hf:"):
+        raise RetrofitError(
+            f"cannot load {source}: hf: names a dataset; write a model on the hub as "
+            f"{source.removeprefix('hf:')}"
+        )
     path = Path(source)
-    options: dict[str, Any] = {}
+    # Without it transformers asks on the terminal whether a model's own code may run.
+    options: dict[str, Any] = {"trust_remote_code": False}
     name = source
     if path.suffix == ".gguf" and path.is_file():
-        name, options = str(path.parent), {"gguf_file": path.name}
+        name, options["gguf_file"] = str(path.parent), path.name
     elif path.is_dir() and not (path / "config.json").is_file():
         files = sorted(file.name for file in path.glob("*.gguf"))
         if len(files) != 1:
@@ -72,18 +108,24 @@ def load_base(
                 f"{source} holds no config.json and {len(files)} GGUF files; name a model's "
                 "folder, one GGUF file or a name on the hub"
             )
-        options = {"gguf_file": files[0]}
+        options["gguf_file"] = files[0]
     try:
         with _quiet():
             model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **options)
             reader = AutoTokenizer.from_pretrained(name, **options) if tokenizer else None
     except ImportError as error:
-        advice = '; pip install "gguf" "accelerate"' if options else ""
+        advice = '; pip install "gguf" "accelerate"' if "gguf_file" in options else ""
         raise RetrofitError(f"cannot load {source}: {_one_line(error)}{advice}") from None
     # Whatever the hub, a file format or a configuration can raise: there is no common class.
     except Exception as error:
+        if "trust_remote_code" in str(error):
+            raise RetrofitError(
+                f"cannot load {source}: it needs code of its own, which mosar never runs; give a "
+                "model whose code is in transformers"
+            ) from None
+        found = "" if path.exists() else "there is no such file or folder here; from the hub: "
         raise RetrofitError(
-            f"cannot load {source}: {type(error).__name__}: {_one_line(error)}"
+            f"cannot load {source}: {found}{type(error).__name__}: {_one_line(error)}"
         ) from None
     return model.eval(), reader
 
@@ -92,6 +134,9 @@ def load_base(
 def _quiet() -> Iterator[None]:
     """Without the bars and the advice of loading; some of them know no switch."""
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    hub = getLogger("huggingface_hub")
+    hub_level = hub.level
+    hub.setLevel(ERROR)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
@@ -99,6 +144,7 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logging.set_verbosity(verbosity)
+        hub.setLevel(hub_level)
         if bars:
             logging.enable_progress_bar()
 

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from mosar.core.config import MoSARConfig
 from mosar.evaluation.choices import parse_lengths
 from mosar.evaluation.progress import length_progress
 from mosar.integrations.retrofit.adapter import DESCRIPTION, load_retrofitted, read_description
 from mosar.integrations.retrofit.attach import Retrofit, default_config, retrofit
-from mosar.integrations.retrofit.base_model import BaseIdentity, load_base
+from mosar.integrations.retrofit.base_model import (
+    BaseIdentity,
+    check_length,
+    context_length,
+    load_base,
+)
 from mosar.integrations.retrofit.config import RetrofitSettings
 from mosar.integrations.retrofit.evaluate import (
     ROUTINGS,
@@ -38,8 +44,8 @@ def is_retrofitted(folder: Path) -> bool:
 
 def resolve_settings(
     target_density: float | None, length: int | None, steps: int | None, changes: Sequence[str]
-) -> RetrofitSettings:
-    """The settings that the options ask for; a ValueError names what is wrong."""
+) -> dict[str, Any]:
+    """The settings that the options name; a ValueError says what is wrong."""
     given = {"target_density": target_density, "length": length, "steps": steps}
     values: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
     known = {item.name: item.type for item in fields(RetrofitSettings)}
@@ -53,7 +59,8 @@ def resolve_settings(
             values[key] = int(text) if known[key] == "int" else float(text)
         except ValueError:
             raise ValueError(f"--set {key} takes a number, got {text!r}") from None
-    return RetrofitSettings(**values)
+    RetrofitSettings(**values)
+    return values
 
 
 def run_retrofit_command(
@@ -61,15 +68,20 @@ def run_retrofit_command(
     data: Sequence[str],
     out: Path,
     *,
-    settings: RetrofitSettings,
+    named: Mapping[str, Any],
     geometry: MoSARConfig | None,
     start_from: Path | None = None,
     text_field: str,
     evaluate: bool,
     progress: bool,
 ) -> None:
-    """Trains routers for `model` into `out`; prints a line, and tables with `evaluate`."""
+    """Trains routers for `model` into `out`; prints a line, and tables with `evaluate`.
+
+    named: the settings that are not the defaults. Windows are by default no longer than the model's
+    context.
+    """
     base_model, tokenizer = load_base(model)
+    settings = _settings_for(base_model, named)
     identity = BaseIdentity.of(base_model, _absolute(model))
     windows = read_windows(
         data,
@@ -250,19 +262,30 @@ class _Evaluator:
         return length_progress(label, len(self.text), enabled=self.progress)
 
 
+def _settings_for(model: PreTrainedModel, named: Mapping[str, Any]) -> RetrofitSettings:
+    most = context_length(model)
+    if "length" in named or most is None or most >= RetrofitSettings.length:
+        settings = RetrofitSettings(**named)
+        check_length(model, settings.length)
+        return settings
+    _say(f"windows of {most} tokens: the base model reads no more")
+    return RetrofitSettings(**named, length=most)
+
+
 def _within_context(attached: Retrofit, lengths: Sequence[int]) -> list[int]:
     """The lengths that the base model was made for; those beyond are named and left out."""
-    text = attached.model.config.get_text_config(decoder=True)
-    most = getattr(text, "max_position_embeddings", None) or max(lengths)
+    most = context_length(attached.model) or max(lengths)
     kept = [length for length in lengths if length <= most]
     if not kept:
         raise ValueError(f"the base model reads at most {most} tokens, got lengths {list(lengths)}")
     if len(kept) < len(lengths):
         beyond = ", ".join(str(length) for length in lengths if length > most)
-        Console(stderr=True).print(
-            f"left out {beyond}: the base model reads at most {most} tokens", highlight=False
-        )
+        _say(f"left out {beyond}: the base model reads at most {most} tokens")
     return kept
+
+
+def _say(message: str) -> None:
+    Console(stderr=True).print(message, highlight=False)
 
 
 def _absolute(model: str) -> str:

@@ -23,7 +23,7 @@ from torch import Tensor
 from mosar.core.config import MoSARConfig
 from mosar.integrations.retrofit.adapter import copy_routers, save_adapter
 from mosar.integrations.retrofit.attach import Retrofit
-from mosar.integrations.retrofit.base_model import BaseIdentity
+from mosar.integrations.retrofit.base_model import BaseIdentity, check_length, context_length
 from mosar.integrations.retrofit.config import RetrofitSettings
 from mosar.integrations.retrofit.errors import RetrofitError
 from mosar.integrations.retrofit.layer import RoutedLayer
@@ -81,6 +81,7 @@ def train_retrofit(
     The model ends under "sparse" routing.
     """
     out = Path(out)
+    check_length(attached.model, settings.length)
     base = BaseIdentity.of(attached.model) if base is None else base
     reporter = Reporter(settings.steps, progress=progress)
     with locked(out), stop_requests() as stop:
@@ -218,8 +219,7 @@ class _Run:
         Rotary attention depends on distances alone, but routers read rotated queries and keys: they
         must have seen every position of the model's context, not only those of a window.
         """
-        text = self.attached.model.config.get_text_config(decoder=True)
-        most = (getattr(text, "max_position_embeddings", None) or 0) - self.settings.length
+        most = (context_length(self.attached.model) or 0) - self.settings.length
         generator = torch.Generator().manual_seed(self.settings.seed * 1_000_003 + step)
         return int(torch.randint(0, max(most, 0) + 1, (), generator=generator))
 
