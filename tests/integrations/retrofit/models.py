@@ -1,7 +1,12 @@
 """Tiny random models of the families that are held to their own attention."""
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+)
 
 from mosar import MoSARConfig, Regime
 
@@ -39,6 +44,31 @@ WINDOWS = {
     "qwen3": [None, 15],
     "gemma2": [15, None],
 }
+_MIXED = {
+    "num_hidden_layers": 4,
+    "sliding_window": 16,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+# Here the attention modules say another window than the layers have, or none: EXAONE and Kolibri
+# set it on layers that read everything, Qwen2-MoE and Phi-MoE name it in the mask alone.
+MIXED_FAMILIES = {
+    "exaone4": {"head_dim": 8, **_MIXED},
+    "exaone4_5": {"head_dim": 8, **_MIXED},
+    "exaone_moe": {
+        **{"head_dim": 8, **_MIXED, **_EXPERTS, "num_shared_experts": 1, "n_group": 1},
+        **{"topk_group": 1, "first_k_dense_replace": 1},
+    },
+    "kolibri1": {"head_dim": 8, **_MIXED, **_EXPERTS, "n_routed_experts": 4, "n_group": 1},
+    "qwen2_moe": {
+        **{**_MIXED, **_EXPERTS, "use_sliding_window": True},
+        "shared_expert_intermediate_size": 32,
+    },
+    "phimoe": {"head_dim": 8, "sliding_window": 16, "num_local_experts": 4},
+    "vaultgemma": {"head_dim": 8, "query_pre_attn_scalar": 11, **_MIXED},
+}
+FAMILIES_BY_MASK = [family for family in MIXED_FAMILIES if family in CONFIG_MAPPING]
+WINDOWS |= {key: [15, None, 15, None] for key in MIXED_FAMILIES} | {"phimoe": [15, 15]}
 GEOMETRY = MoSARConfig(
     max_length=256,
     regimes=(Regime("S", 4, 1.0), Regime("M", 12, 1.0), Regime("G", 256, 1.0)),
@@ -52,8 +82,17 @@ GEOMETRY = MoSARConfig(
 def tiny_model(family="llama", seed=0, **changes):
     """A model whose weights are large enough for attention to matter."""
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(family, **_SHAPE | FAMILIES[family] | changes)
-    model = AutoModelForCausalLM.from_config(config).eval()
+    sizes = _SHAPE | (FAMILIES | MIXED_FAMILIES).get(family, {"head_dim": 8}) | changes
+    if family == "exaone4_5":
+        # A model of text and images, of which only the text is read.
+        image = {"hidden_size": 48, "intermediate_size": 64, "depth": 1, "num_heads": 6}
+        image |= {"num_key_value_heads": 2, "out_hidden_size": 48}
+        text = {"model_type": "exaone4"} | sizes
+        config = AutoConfig.for_model(family, text_config=text, vision_config=image)
+        model = AutoModelForImageTextToText.from_config(config).eval()
+    else:
+        config = AutoConfig.for_model(family, **sizes)
+        model = AutoModelForCausalLM.from_config(config).eval()
     for parameter in model.parameters():
         if parameter.dim() > 1:
             parameter.data.normal_(std=0.3)

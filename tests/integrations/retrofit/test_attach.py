@@ -4,11 +4,14 @@ import copy
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from accelerate import cpu_offload
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers.models.llama import modeling_llama
 
 import mosar
 from integrations.retrofit.models import (
     FAMILIES,
+    FAMILIES_BY_MASK,
     GEOMETRY,
     WINDOWS,
     scatter_choices,
@@ -30,8 +33,9 @@ def padded(batch=2, length=40):
     return {"input_ids": ids, "attention_mask": mask}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *FAMILIES_BY_MASK])
 def test_fresh_routers_change_nothing(family):
+    """At a length beyond the windows of 16."""
     model, batch = tiny_model(family), padded()
     valid = batch["attention_mask"].bool()
     weights = copy.deepcopy(model.state_dict())
@@ -39,7 +43,6 @@ def test_fresh_routers_change_nothing(family):
         before = model(**batch).logits
         written = model.generate(**batch, max_new_tokens=12, do_sample=False)
         attached = mosar.retrofit(model)
-        assert [layer.window for layer in attached] == WINDOWS[family]
         assert torch.equal(model(**batch).logits, before)
         for routing in ROUTINGS:
             attached.set_routing(routing)
@@ -47,6 +50,7 @@ def test_fresh_routers_change_nothing(family):
                 after = model(**batch, use_cache=use_cache).logits
                 # Scores are sums of 8 products of size 10: a few hundred roundings of 1.
                 torch.testing.assert_close(after[valid], before[valid], atol=1e-4, rtol=1e-4)
+                assert [layer.window for layer in attached] == WINDOWS[family]
             assert torch.equal(model.generate(**batch, max_new_tokens=12, do_sample=False), written)
         attached.set_routing("dense")
         assert torch.equal(model(**batch).logits, before)
@@ -149,6 +153,52 @@ def test_packed_sequences_do_not_see_each_other():
     torch.testing.assert_close(packed[:, 20:], alone, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "vaultgemma"])
+def test_packed_sequences_are_those_of_the_model(family):
+    """Fresh routers, in windows of 16 too."""
+    model = tiny_model(family)
+    attached = mosar.retrofit(model)
+    places = torch.cat([torch.arange(20), torch.arange(30)])[None]
+    batch = {"input_ids": tokens(2, 50), "position_ids": places, "use_cache": False}
+    with torch.no_grad():
+        before = model(**batch).logits
+        attached.set_routing("sparse")
+        torch.testing.assert_close(model(**batch).logits, before, atol=1e-4, rtol=1e-4)
+
+
+# What reads the residual stream after attention has been added to it.
+READS_NEXT = {
+    "llama": "post_attention_layernorm",
+    "gemma2": "pre_feedforward_layernorm",
+    "vaultgemma": "pre_feedforward_layernorm",
+    "exaone4": "mlp",
+    "olmo2": "mlp",
+    "glm4": "post_attention_layernorm",
+}
+
+
+@pytest.mark.parametrize("family", READS_NEXT)
+def test_the_projection_is_what_the_layer_adds(family):
+    model = tiny_model(family)
+    attached = mosar.retrofit(model)
+    heads, after, residual = {}, {}, {}
+    for index, block in enumerate(model.model.layers):
+        block.self_attn.o_proj.register_forward_pre_hook(
+            lambda module, args, index=index: heads.update({index: args[0]})
+        )
+        getattr(block, READS_NEXT[family]).register_forward_pre_hook(
+            lambda module, args, index=index: after.update({index: args[0]})
+        )
+    attached.observe(lambda layer, *_: residual.update({layer.index: layer.residual}))
+    with torch.no_grad():
+        model(input_ids=tokens(1, 20), use_cache=False)
+        for layer in attached:
+            added = layer.project(heads[layer.index])
+            torch.testing.assert_close(
+                residual[layer.index] + added, after[layer.index], atol=1e-5, rtol=1e-5
+            )
+
+
 def test_models_of_one_configuration_stay_apart():
     first = tiny_model()
     second = AutoModelForCausalLM.from_config(first.config)
@@ -169,6 +219,20 @@ def test_a_copy_routes_like_its_original():
         assert torch.equal(twin(input_ids=tokens(1, 40), use_cache=False).logits, expected)
         twin.model.layers[0].self_attn.__dict__[ATTRIBUTE].query_router.weight2.zero_()
         assert torch.equal(model(input_ids=tokens(1, 40), use_cache=False).logits, expected)
+
+
+def test_offloaded_models_keep_their_routers(tmp_path):
+    model = tiny_model()
+    with torch.no_grad():
+        before = model(input_ids=tokens(1, 40)).logits
+        cpu_offload(model, execution_device=torch.device("cpu"))
+        with torch.device("meta"):
+            attached = mosar.retrofit(model)
+        attached.set_routing("sparse")
+        after = model(input_ids=tokens(1, 40)).logits
+    torch.testing.assert_close(after, before, atol=1e-4, rtol=1e-4)
+    with pytest.raises(RetrofitError, match="is not in memory; load the model without offloading"):
+        attached.save(tmp_path / "adapter")
 
 
 def test_gradients_reach_the_routers_through_the_whole_model():
@@ -204,6 +268,62 @@ def test_other_models_are_refused():
     config = GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=10)
     with pytest.raises(RetrofitError, match=r"'gpt2'.*llama, mistral"):
         mosar.retrofit(GPT2LMHeadModel(config))
+
+
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [
+        ("diffllama", "DiffLlamaAttention calls attention twice in one pass"),
+        ("gpt_oss", "passes s_aux, which has no routed form"),
+        ("moshi", "cannot retrofit a model of type 'moshi'"),
+    ],
+)
+def test_models_of_another_attention_are_refused(family, message):
+    shape = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "ffn_dim": 64}
+    shape |= {"intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = AutoConfig.for_model(family, **shape, head_dim=8, num_local_experts=2)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with pytest.raises(RetrofitError, match=message), torch.no_grad():
+        mosar.retrofit(model).set_routing("sparse")
+        model(input_ids=tokens(1, 8))
+
+
+def test_layers_that_attend_by_themselves_are_refused(monkeypatch):
+    """Else their routers would have no effect, without a word."""
+    model = tiny_model()
+    mosar.retrofit(model).set_routing("sparse")
+    monkeypatch.setattr(modeling_llama, "ALL_ATTENTION_FUNCTIONS", AttentionInterface())
+    monkeypatch.setattr(
+        modeling_llama.ALL_ATTENTION_FUNCTIONS, "get_interface", lambda name, own: plain
+    )
+
+    def plain(module, query, *args, **kwargs):
+        return query.transpose(1, 2), None
+
+    with pytest.raises(RetrofitError, match="does not call transformers' attention function"):
+        model(input_ids=tokens(1, 8))
+
+
+def test_masks_that_are_not_causal_are_refused():
+    model = tiny_model()
+    mosar.retrofit(model).set_routing("sparse")
+    model.config.is_causal = False
+    with pytest.raises(RetrofitError, match="mask that is not causal"):
+        model(input_ids=tokens(1, 8))
+
+
+def test_attention_probabilities_are_refused():
+    model = tiny_model()
+    attached = mosar.retrofit(model)
+    attached.set_routing("sparse")
+    with pytest.raises(ValueError, match="output_attentions must be False"):
+        model(input_ids=tokens(1, 8), output_attentions=True)
+    with pytest.raises(ValueError, match="output_attentions must be False"):
+        model.generate(
+            tokens(1, 8), max_new_tokens=1, output_attentions=True, return_dict_in_generate=True
+        )
+    attached.set_routing("dense")
+    model(input_ids=tokens(1, 8), output_attentions=True)
 
 
 def test_wrong_groups_and_routings_are_refused():

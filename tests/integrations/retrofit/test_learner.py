@@ -20,15 +20,16 @@ GEOMETRY = MoSARConfig(
 
 
 def layer(window=None):
-    return RoutedLayer(
+    made = RoutedLayer(
         GEOMETRY,
         index=0,
         num_heads=HEADS,
         num_kv_heads=KV_HEADS,
         head_dim=DIM,
-        window=window,
         project=lambda heads: heads,
     )
+    made.window = window
+    return made
 
 
 def marked_window(seed):

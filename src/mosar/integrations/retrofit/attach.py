@@ -103,9 +103,9 @@ class Retrofit:
         for module, layer in zip(modules, layers, strict=True):
             # Not as a submodule: the state dict of the model stays its own.
             module.__dict__[ATTRIBUTE] = layer
-            self._hooks.append(
-                module.register_forward_pre_hook(_LayerHook(layer), with_kwargs=True)
-            )
+            hook = _LayerHook(layer)
+            self._hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+            self._hooks.append(module.register_forward_hook(hook.check_attended))
 
     def __iter__(self) -> Iterator[RoutedLayer]:
         return iter(self.layers)  # pyright: ignore[reportReturnType]
@@ -170,9 +170,17 @@ class _CacheHook:
     def __init__(self, owner: Retrofit, signature: inspect.Signature):
         self.owner, self.signature = owner, signature
 
-    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def __call__(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         given = self.signature.bind_partial(*args, **kwargs).arguments
         given |= given.pop("kwargs", {})
+        wanted = given.get("output_attentions")
+        if wanted is None:
+            wanted = getattr(module.config, "output_attentions", False)
+        if wanted and module.config._attn_implementation == NAME:
+            raise ValueError(
+                "output_attentions must be False: no kernel holds the probabilities; "
+                'set_routing("dense") gives the model its own attention'
+            )
         cache, routing = given.get("past_key_values"), self.owner.routing
         if routing == DENSE:
             if isinstance(cache, Cache) and any(
@@ -205,16 +213,24 @@ class _ResidualHook:
 
 
 class _LayerHook:
-    """Before a layer attends: which part of the cache is its own."""
+    """Before a layer attends: which part of the cache is its own. Afterwards: that it did."""
 
     def __init__(self, layer: RoutedLayer):
         self.layer = layer
 
-    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def __call__(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         cache = kwargs.get("past_key_values")
         self.layer.cache = None
+        self.layer.waiting = module.config._attn_implementation == NAME
         if cache is not None and self.layer.routing != DENSE:
             self.layer.cache = cache.layers[self.layer.index]
+
+    def check_attended(self, module: nn.Module, args: tuple, output: Any) -> None:
+        if self.layer.waiting:
+            raise RetrofitError(
+                f"{type(module).__name__} does not call transformers' attention function, so that "
+                "its routers would have no effect; this model cannot be retrofitted"
+            )
 
 
 def _decoder(model: PreTrainedModel) -> Any:
@@ -236,7 +252,9 @@ def _attention_modules(model: PreTrainedModel) -> list[nn.Module]:
         "is_causal",
         "config",
     )
-    found = [module for module in model.modules() if all(hasattr(module, name) for name in needed)]
+    found: list[Any] = [
+        module for module in model.modules() if all(hasattr(module, name) for name in needed)
+    ]
     decoder = _decoder(model)
     layers = getattr(decoder, "layers", None)
     usable = (
@@ -245,6 +263,7 @@ def _attention_modules(model: PreTrainedModel) -> list[nn.Module]:
         and layers is not None
         and len(found) == len(layers)
         and all(module.is_causal for module in found)
+        and all(hasattr(m.q_proj, "weight") and hasattr(m.o_proj, "weight") for m in found)
         and [module.layer_idx for module in found] == list(range(len(found)))
     )
     if not usable:
@@ -257,25 +276,23 @@ def _attention_modules(model: PreTrainedModel) -> list[nn.Module]:
 
 def _routed_layer(module: Any, block: Any, index: int, config: MoSARConfig) -> RoutedLayer:
     own = module.config
-    # Gemma 2 norms what attention gives; elsewhere the norm of this name is the MLP's.
-    sandwich = hasattr(block, "pre_feedforward_layernorm")
-    norm = block.post_attention_layernorm if sandwich else None
-    window = getattr(module, "sliding_window", None)
-    if window is None and not hasattr(module, "sliding_window"):
-        # Mistral's attention asks the configuration when it is called.
-        window = getattr(own, "sliding_window", None)
+    # Gemma 2 and OLMo 2 norm what attention gives; elsewhere the norm of this name is the MLP's.
+    normed = hasattr(block, "post_feedforward_layernorm")
+    norm = block.post_attention_layernorm if normed else None
+    norm = getattr(block, "post_self_attn_layernorm", norm)
     kv_heads = getattr(own, "num_key_value_heads", None) or own.num_attention_heads
-    layer = RoutedLayer(
-        config,
-        index=index,
-        num_heads=own.num_attention_heads,
-        num_kv_heads=kv_heads,
-        head_dim=module.head_dim,
-        # transformers counts the tokens of a window, with the query's own.
-        window=None if window is None else int(window) - 1,
-        project=OutputProjection(module.o_proj, norm),
-    )
-    return layer.to(module.q_proj.weight.device)
+    with torch.device("cpu"):
+        layer = RoutedLayer(
+            config,
+            index=index,
+            num_heads=own.num_attention_heads,
+            num_kv_heads=kv_heads,
+            head_dim=module.head_dim,
+            project=OutputProjection(module.o_proj, norm),
+        )
+    device = module.q_proj.weight.device
+    # Offloaded weights are on the meta device, where routers would lose their values.
+    return layer if device.type == "meta" else layer.to(device)
 
 
 def _own_config(model: PreTrainedModel) -> None:

@@ -31,9 +31,8 @@ class RegimeCacheLayer(CacheLayerMixin):
 
     def __init__(self, layer: RoutedLayer):
         super().__init__()
-        self.regime = RegimeLayerCache(
-            layer.config, routing=layer.routing, window=layer.window, crop_margin=CROP_MARGIN
-        )
+        # The first tokens come with the window of the layer.
+        self.regime = RegimeLayerCache(layer.config, routing=layer.routing, crop_margin=CROP_MARGIN)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device

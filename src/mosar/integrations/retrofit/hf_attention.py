@@ -1,21 +1,27 @@
 """The attention function that transformers calls for a retrofitted layer.
 
 It gets post-positional q and k, keys unexpanded, and what is special to the layer: its scale, its
-soft-cap, its sliding window. The mask is what FlashAttention's would be: None, or which tokens are
-no padding [B, S]; causality, window and support are the operator's own.
+soft-cap, its sliding window. Which pairs exist is decided by the mask that the model asks for, as
+in transformers' own attention: `module.sliding_window` may be set on layers that read everything,
+and some models name their window in the mask alone. No mask is built: a `RoutedMask` describes it.
 
 Shapes: B batch, H query heads, K key/value heads, T queries, S keys, D head dim.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
+from transformers.masking_utils import (
+    AttentionMaskInterface,
+    causal_mask_function,
+    flash_attention_mask,
+)
 
 from mosar.attention import distance_attention, mosar_attention
 from mosar.core.routers import top1_routing
@@ -30,18 +36,66 @@ ATTRIBUTE = "mosar"
 _FOREIGN = ("s_aux", "position_bias", "head_mask", "cache")
 
 
+class RoutedMask(NamedTuple):
+    """What a causal mask says besides causality."""
+
+    valid: Tensor | None
+    """[B, S]: False for padding; None: there is none."""
+    window: int | None
+    """The largest distance, None: any."""
+    segments: Tensor | None
+    """[B, T]: tokens of different segments do not see each other; None: there is one."""
+
+
+def routed_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    *,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    device: torch.device | str | None = None,
+    **others: Any,
+) -> RoutedMask:
+    """The mask of a pass, called by transformers; a RetrofitError where it is not causal.
+
+    local_size: the tokens of a window, with the query's own. use_vmap: the model brings a mask
+    function of its own.
+    """
+    valid = flash_attention_mask(
+        batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask=attention_mask
+    )
+    segments = None
+    if mask_function is not causal_mask_function:
+        rows = torch.arange(batch_size, device=device)[:, None]
+        places = torch.arange(max(q_offset - 1, 0), q_offset + q_length, device=device)
+        earlier, later = places[None, :-1], places[None, 1:]
+        if use_vmap or bool(torch.any(mask_function(rows, 0, earlier, later))):
+            raise RetrofitError(
+                "the model asks for an attention mask that is not causal; only causal masks, with "
+                "or without a window, have a routed form"
+            )
+        starts = ~mask_function(rows, 0, later, earlier).expand(batch_size, -1)
+        if bool(starts.any()):
+            segments = F.pad(starts.long().cumsum(dim=1), (q_length - starts.shape[1], 0))
+    return RoutedMask(valid, None if local_size is None else local_size - 1, segments)
+
+
 def routed_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: RoutedMask | Tensor | None,
     *,
     dropout: float = 0.0,
     scaling: float | None = None,
     softcap: float | None = None,
     sliding_window: int | None = None,
-    position_ids: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """query [B, H, T, D]; key, value [B, K, S, D] -> [B, T, H, D]; no attention weights."""
@@ -50,28 +104,50 @@ def routed_attention(
         raise RetrofitError(
             f"{type(module).__name__} has no routers, but its model is routed; retrofit it first"
         )
+    if not layer.waiting:
+        raise RetrofitError(
+            f"{type(module).__name__} calls attention twice in one pass, which has no routed form; "
+            "this model cannot be retrofitted"
+        )
+    layer.waiting = False
     for name in _FOREIGN:
         if others.get(name) is not None:
             raise RetrofitError(f"{type(module).__name__} passes {name}, which has no routed form")
-    if attention_mask is not None and attention_mask.dim() != 2:
-        raise RetrofitError(
-            f"attention_mask must be [batch, tokens] (1: a token, 0: padding) under "
-            f"{layer.routing} routing, got {list(attention_mask.shape)}"
-        )
-    valid = None if attention_mask is None else attention_mask[:, -key.shape[2] :].bool()
+    mask = _read_mask(attention_mask, sliding_window, layer.routing)
+    layer.window = mask.window
+    valid = None if mask.valid is None else mask.valid[:, -key.shape[2] :].bool()
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap}
     cache, layer.cache = layer.cache, None
     if cache is not None:
+        if mask.segments is not None:
+            raise RetrofitError(
+                f"{type(module).__name__} attends in chunks, which a regime cache has no form of; "
+                "pass use_cache=False"
+            )
         out = _attend_cached(layer, cache, query, key, value, valid, options)
     else:
         options |= {
             "window": layer.window,
             "key_valid": valid,
-            "segment_ids": _segments(position_ids, query, key, valid),
+            "segment_ids": mask.segments,
             "dropout": dropout,
         }
         out = _attend(layer, query, key, value, options)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _read_mask(
+    mask: RoutedMask | Tensor | None, sliding_window: int | None, routing: str
+) -> RoutedMask:
+    """Also of a mask that we did not make, where only the call names the window."""
+    if isinstance(mask, RoutedMask):
+        return mask
+    if mask is not None and mask.dim() != 2:
+        raise RetrofitError(
+            f"attention_mask must be [batch, tokens] (1: a token, 0: padding) under {routing} "
+            f"routing, got {list(mask.shape)}"
+        )
+    return RoutedMask(mask, None if sliding_window is None else sliding_window - 1, None)
 
 
 def _attend(layer: RoutedLayer, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
@@ -102,6 +178,8 @@ def _attend_cached(
     """k and v are of the new tokens alone; the cache has the others, with their regimes."""
     routed = layer.route(q, k)
     soft = layer.routing == "soft"
+    if not cache.regime.slots:
+        cache.regime.window = layer.window
     cache.regime.update(
         k,
         v,
@@ -113,38 +191,5 @@ def _attend_cached(
     return cache.regime.attend(q, routed.query.labels, pi_q=pi_q, **options)
 
 
-def _segments(
-    position_ids: Tensor | None, q: Tensor, k: Tensor, valid: Tensor | None
-) -> Tensor | None:
-    """Packed sequences: where positions start again, as transformers detects them."""
-    if position_ids is None or valid is not None or q.shape[2] != k.shape[2]:
-        return None
-    if position_ids.dim() != 2 or position_ids.shape[1] != k.shape[2]:
-        return None
-    segments = _packed(position_ids)
-    return None if segments is None else segments.expand(k.shape[0], -1).contiguous()
-
-
-_KNOWN = WeakTensorKeyDictionary()
-
-
-def _packed(position_ids: Tensor) -> Tensor | None:
-    """Segments of packed rows, None where nothing is packed.
-
-    All layers of a pass are given the same tensor; it is looked into once, as a GPU is waited for.
-    """
-    # Of an inference tensor nobody knows whether it was written to since.
-    version = None if position_ids.is_inference() else position_ids._version
-    known = _KNOWN.get(position_ids)
-    if version is not None and known is not None and known[0] == version:
-        return known[1]
-    starts = position_ids.diff(dim=1) != 1
-    segments = None
-    if bool(starts.any()):
-        segments = F.pad(starts.long().cumsum(dim=1), (1, 0))
-    _KNOWN[position_ids] = (version, segments)
-    return segments
-
-
 AttentionInterface.register(NAME, routed_attention)
-AttentionMaskInterface.register(NAME, flash_attention_mask)
+AttentionMaskInterface.register(NAME, routed_mask)

@@ -51,26 +51,26 @@ class RoutedLayer(nn.Module):
         num_heads: int,
         num_kv_heads: int,
         head_dim: int,
-        window: int | None,
         project: Callable[[Tensor], Tensor] | None = None,
     ):
-        """window: the largest distance of a sliding-window layer, None: all keys.
-
-        project: the heads' outputs [..., H * D] to what is added to the residual stream.
-        """
+        """project: the heads' outputs [..., H * D] to what is added to the residual stream."""
         super().__init__()
         if num_kv_heads % config.routing_groups:
             raise ValueError(
                 f"routing_groups must divide the {num_kv_heads} key/value heads of layer {index}, "
                 f"got {config.routing_groups}"
             )
-        self.config, self.index, self.window = config, index, window
+        self.config, self.index = config, index
+        self.window: int | None = None
+        """The largest distance in the last pass, None: all keys; each pass says it anew."""
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.query_router = PostPositionRouter(num_heads * head_dim, config)
         self.key_router = PostPositionRouter(num_kv_heads * head_dim, config)
         self.routing = "dense"
         self.project = project
         self.cache: Any = None
+        self.waiting = False
+        """Whether the module is in a pass and has not called attention yet."""
         self.residual: Tensor | None = None
         """The residual stream that the layer reads, [B, T, hidden], while an observer looks on."""
         self.observer: Observer | None = None
@@ -106,10 +106,9 @@ class RoutedLayer(nn.Module):
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
-            window=self.window,
             project=deepcopy(self.project, memo),
         )
         copy.to(self.query_router.weight1.device).load_state_dict(self.state_dict())
-        copy.routing = self.routing
+        copy.routing, copy.window = self.routing, self.window
         memo[id(self)] = copy
         return copy
