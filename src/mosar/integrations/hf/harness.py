@@ -50,7 +50,7 @@ def evaluate_tasks(
     if not isinstance(model, MosarForCausalLM):
         folder = Path(model)
         model = load_model(folder)
-        tokenizer = tokenizer or AutoTokenizer.from_pretrained(folder)
+        tokenizer = tokenizer or AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     if tokenizer is None:
         raise ValueError("tokenizer must be given with a model; a folder brings its own")
     before = model.routing
