@@ -60,17 +60,23 @@ def _take(routing, rows):
     )
 
 
-def test_example_labels_are_the_first_windows(scattered):
+def test_example_labels_are_the_first_windows(scattered, monkeypatch):
+    """Of as many tokens as the training length has, up to a limit."""
     made = scattered("mosar", "attention.routing_groups=2")
-    routings = passes(made, length=300)
-    tally = RoutingTally(made.geometry, 2, 300)
+    kept = made.geometry.max_length
+    routings = passes(made, length=2 * kept)
+    tally = RoutingTally(made.geometry, 2, 2 * kept)
     tally.add(routings, None)
     tally.add([_take(routing, [4]) for routing in routings], None)
     for role in ("query", "key"):
         rows = tally.example_labels[role]
-        assert [len(row) for row in rows] == [256, 256]
-        labels = [getattr(routing, role).labels[0, 0, :256] for routing in routings]
+        assert [len(row) for row in rows] == [kept, kept]
+        labels = [getattr(routing, role).labels[0, 0, :kept] for routing in routings]
         assert rows == ["".join("SMG"[m] for m in layer) for layer in labels]
+    monkeypatch.setattr("mosar.evaluation.routing.EXAMPLE_TOKENS", 5)
+    tally = RoutingTally(made.geometry, 2, 2 * kept)
+    tally.add(routings, None)
+    assert [len(row) for row in tally.example_labels["key"]] == [5, 5]
 
 
 @pytest.mark.parametrize("window", [0.5, 1, 9.99, 16, 63, 64, 1000])

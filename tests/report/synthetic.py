@@ -359,7 +359,7 @@ def make_retrieval(cell: Cell, task: str, routing: str) -> RetrievalRecord:
     edges = [2**k + 1 for k in range(3, 12)]
     for start, end in pairwise(edges):
         seen = 1 / (1 + math.exp(6 * (math.log2(start * 1.4) - math.log2(sight))))
-        top = (0.97 if task == "passkey" else 0.88) - (0.04 if routing == "sparse" else 0)
+        top = (0.97 if task == "passkey" else 0.88) - (0.02 if routing == "sparse" else 0)
         accuracy = chance + (top - chance) * seen + noise.gauss(0, 0.01)
         rows.append([start, end, min(max(accuracy, 0.0), 1.0), 64])
     return RetrievalRecord(

@@ -1,11 +1,18 @@
 """The page in a real browser: it draws, sorts, hides, changes colour and fits a phone."""
 
+import json
 import re
 import warnings
 
 import pytest
 
+from mosar.report.comparison import Comparison
+from mosar.report.experiment import load_experiment
+from mosar.report.page import render_page
+from mosar.report.sections import make_sections
+from report import synthetic
 from report.browser import Browser, find_browser
+from report.synthetic import write_experiment
 
 MISSING = (
     "THE PAGE IS NOT TESTED IN A BROWSER: there is no chromium here; install it with "
@@ -311,12 +318,6 @@ def test_every_heading_has_its_place_in_the_menu(tab):
 
 
 def test_only_a_part_of_an_experiment(browser, tmp_path):
-    from mosar.report.comparison import Comparison
-    from mosar.report.experiment import load_experiment
-    from mosar.report.page import render_page
-    from mosar.report.sections import make_sections
-    from report.synthetic import write_experiment
-
     folder = write_experiment(
         tmp_path / "part", variants=("rope",), seeds=(0,), retrieval=False, benchmarks=False
     )
@@ -327,3 +328,120 @@ def test_only_a_part_of_an_experiment(browser, tmp_path):
     assert browser.errors == []
     assert browser.evaluate("document.documentElement.scrollWidth") == 375
     assert browser.evaluate("document.querySelectorAll('.missing').length") >= 5
+
+
+# Each has the length of the harmless one, so that both pages draw as many labels.
+HOSTILE = (
+    '"><script>window.ran=1</script>',
+    "'\"><img src=x onerror=ran=1>",
+    "' onload=ran=1 x=' \" onfocus=ran=1 autofocus y=\"",
+    "</title></style></svg><svg onload=ran=1>&lt;",
+)
+# Where another text would leave a section out.
+KEPT = {"kind", "created", "example_labels", "routing", "composition", "task"}
+
+
+def with_suffix(value, suffix, key=""):
+    """Every text of a record with something behind it: values, and keys of free objects."""
+    if key in KEPT:
+        return value + suffix if value in ("passkey", "recall") else value
+    if key == "regimes" and value is None:
+        value = [{"name": n, "reach": r, "plateau": 0.5} for n, r in synthetic.REACHES.items()]
+    if isinstance(value, str):
+        return value + suffix
+    if isinstance(value, list):
+        return [with_suffix(part, suffix) for part in value]
+    if isinstance(value, dict):
+        free = key in ("environment", "data", "reaches", "measurements", "checks")
+        changed = {
+            name + suffix if free else name: with_suffix(part, suffix, name)
+            for name, part in value.items()
+        }
+        # The claims are about variants by name: one seed keeps it.
+        return changed | (
+            {"variant": value["variant"]} if key == "cell" and value["seed"] == 0 else {}
+        )
+    return value
+
+
+def altered_page(folder, into, suffix):
+    """The page of the same records with a suffix at every text."""
+    for path in folder.rglob("*.json*"):
+        target = into / path.relative_to(folder)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        lines = path.read_text().splitlines()
+        changed = (json.dumps(with_suffix(json.loads(line), suffix)) for line in lines)
+        target.write_text("\n".join(changed))
+    c = Comparison(load_experiment(into))
+    page = into / "index.html"
+    page.write_text(render_page(c, make_sections(c), []), encoding="utf-8")
+    return page
+
+
+def elements(tab):
+    """How many of each kind, and the names of all attributes."""
+    return tab.evaluate(
+        "(() => { const kinds = {}, names = new Set(); for (const e of "
+        "document.querySelectorAll('*')) { kinds[e.tagName] = (kinds[e.tagName] ?? 0) + 1;"
+        " for (const a of e.attributes) names.add(a.name) }"
+        " return [kinds, [...names].sort()] })()"
+    )
+
+
+@pytest.mark.parametrize("hostile", HOSTILE)
+def test_no_text_of_a_record_becomes_markup(browser, tmp_path, hostile):
+    """Not when the page is made, nor when it is used: the same elements, and no script runs."""
+    folder = write_experiment(
+        tmp_path / "plain",
+        variants=("rope", "mosar"),
+        seeds=(0, 1),
+        grid={"attention.barrier": [4.0, 8.0]},
+        failures=["alibi-seed7"],
+    )
+    found = []
+    for suffix in (re.sub(r"\W", "x", hostile), hostile):
+        page = altered_page(folder, tmp_path / f"altered{len(found)}" / "small", suffix)
+        browser.open(page)
+        assert suffix in browser.evaluate("document.body.textContent")
+        browser.evaluate("document.querySelectorAll('.chip').forEach(c => c.click())")
+        click(browser, "#all")
+        for chip in ("#fig-perplexity_by_length .chip", "button[data-verdict]"):
+            click(browser, chip)
+        browser.evaluate("document.querySelector('#fig-perplexity_by_length .plot').focus()")
+        browser.press("ArrowRight")
+        assert suffix in browser.evaluate("document.getElementById('tip').textContent")
+        assert browser.evaluate("'ran' in window") is False
+        assert (browser.errors, len(browser.requests)) == ([], 1)
+        found.append(elements(browser))
+    assert found[0] == found[1]
+    assert found[1][0]["SCRIPT"] == 1
+    assert not [name for name in found[1][1] if name.startswith("on")]
+
+
+@pytest.mark.parametrize(
+    "intruder",
+    [
+        "<script>window.ran = 1</script>",
+        "<img src=x onerror='window.ran = 1'>",
+        "<script src='data:text/javascript,window.ran=1'></script>",
+        "<a id=intruder href='javascript:window.ran=1'>x</a>",
+        "<iframe srcdoc='<script>top.ran = 1</script>'></iframe>",
+        "<style>body { display: none }</style>",
+    ],
+)
+def test_the_policy_stops_what_is_not_ours(browser, file, tmp_path, intruder):
+    """Were markup ever to get in."""
+    path = tmp_path / "index.html"
+    page = file.read_text(encoding="utf-8")
+    path.write_text(page.replace("<footer>", f"{intruder}<footer>"), encoding="utf-8")
+    browser.open(path)
+    browser.evaluate("document.getElementById('intruder')?.click()")
+    browser.wait("document.readyState === 'complete'")
+    browser.evaluate("new Promise(done => setTimeout(done, 50))")
+    assert browser.evaluate("'ran' in window") is False
+    assert browser.evaluate("getComputedStyle(document.body).display") == "block"
+    assert any("Content Security Policy" in error for error in browser.errors)
+    # Our own script runs.
+    click(browser, "#theme")
+    assert browser.evaluate("document.documentElement.dataset.theme") == "dark"
+    browser.evaluate("localStorage.clear()")

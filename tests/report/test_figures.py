@@ -138,3 +138,11 @@ def test_break_even_is_where_it_stays_above_one(speedups, expected):
 def test_no_speedup_to_draw():
     with pytest.raises(ValueError, match="no speed-up to draw"):
         draw_speedup([make_wrong_benchmark()])
+
+
+def test_names_are_no_formulas():
+    """A record may hold any text; half a formula would stop the report."""
+    name = "$\\frac{$"
+    regimes = (Regime(name, 7.5, 0.0), Regime("all", 20, 1.0))
+    assert render_figure(draw_decay_kernels(MoSARConfig(regimes=regimes)), "svg")
+    assert render_figure(draw_speedup([benchmark_of(64, 2.0, mode=name, labels=name)]), "svg")

@@ -1,12 +1,16 @@
 """The page: whole, self-contained, the same for the same records, for any part of an experiment."""
 
+import ast
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
+from mosar.core.config import MoSARConfig
 from mosar.records import Cell
+from mosar.report import elements
 from mosar.report.charts import (
     Chart,
     Point,
@@ -25,7 +29,9 @@ from mosar.report.length_charts import delta_by_length
 from mosar.report.page import render_page
 from mosar.report.palette import VARIANTS, variant_looks
 from mosar.report.sections import make_sections
+from mosar.report.summary import abstract
 from mosar.report.support import fixed_grids, grid_svg, routed_grids
+from report import synthetic
 from report.synthetic import ALL, write_cell, write_experiment
 
 VOID = {"meta", "link", "br", "hr", "img", "input"}
@@ -89,9 +95,10 @@ def test_page_needs_nothing_else(page):
             assert value.startswith(("#", "data:")), (tag, value)
     style = re.search(r"<style>(.*?)</style>", page, re.S)[1]
     assert "@import" not in style and "url(" not in style
-    assert "default-src 'none'" in page
+    (policy,) = [v["content"] for _, v in outline.attributes if "http-equiv" in v]
+    assert "default-src 'none'" in policy and "script-src 'sha256-" in policy
     script = re.search(r"<script>(.*?)</script>", page, re.S)[1]
-    assert not re.search(r"fetch|XMLHttpRequest|import\(|eval|http", script)
+    assert not re.search(r"fetch|XMLHttpRequest|import\(|eval|http|innerHTML", script)
 
 
 def test_pictures_say_what_they_show(page):
@@ -111,7 +118,24 @@ def test_page_holds_the_paper_beside_ours(page):
     text = " ".join(Outline(page).texts)
     for figure in ("12.208", "11.753", "−19.6 %", "0.2210", "+95.0 %", "0.1544"):
         assert figure in text
-    assert "Of 30 claims that could be judged" in text
+    assert "Of 30 claims with figures" in text
+
+
+def test_page_says_its_rules_and_when_they_were_set(page):
+    text = " ".join(Outline(page).texts)
+    for part in ("4.30 for three seeds", "two one-sided tests", "2026-11-16", "± 0.2 %"):
+        assert part in text
+
+
+def test_the_abstract_compares_within_seeds(tmp_path):
+    """A good seed that others do not have makes no variant the best."""
+    several = {"rope": (0, 1), "alibi": (0, 1, 2), "mosar": (1,)}
+    c = compared(tmp_path, variants=tuple(several), seeds=several, benchmarks=False)
+    means = {v: c.records(v, 4.0, c.own_routing(v)) for v in several}
+    (alibi,) = [record for record in means["alibi"] if record.cell.seed == 1]
+    said = "Over the 1 seed that all variants have, the lowest perplexity at 4× is "
+    assert f"{said}MoSAR's ({means['mosar'][0].perplexity:.2f})" in abstract(c)
+    assert f"before ALiBi's ({alibi.perplexity:.2f})" in abstract(c)
 
 
 PARTS = {
@@ -190,9 +214,31 @@ def test_names_cannot_break_out(tmp_path):
     assert "<script>alert" not in page
 
 
-def test_regimes_of_any_number_and_name(tmp_path, monkeypatch):
-    from report import synthetic
+def test_only_one_module_writes_markup():
+    """No other has a tag in a string, or says of a string that it is markup."""
+    for path in Path(elements.__file__).parent.glob("*.py"):
+        if path.name == "elements.py":
+            continue
+        tree = ast.parse(path.read_text())
+        words = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+        tags = [word for word in words if isinstance(word, str) and re.search(r"<[a-z/!]", word)]
+        # The pattern that finds the names of former figures.
+        assert all(path.name == "write.py" and "<meta" in word for word in tags), path.name
+        calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        assert not [f for f in calls if isinstance(f, ast.Name) and f.id == "Markup"], path.name
 
+
+def test_text_and_attributes_are_escaped():
+    assert elements.tag("p", "a<b", title='"><i>') == '<p title="&quot;&gt;&lt;i&gt;">a&lt;b</p>'
+    inner = elements.tag("b", "x & y", class_="k", data_key=0.5, hidden=None, style="")
+    assert inner == '<b class="k" data-key="0.5">x &amp; y</b>'
+    assert elements.tag("p", inner, "<") == f"<p>{inner}&lt;</p>"
+    # Formatted or joined elsewhere it is text again.
+    assert elements.tag("p", f"{inner}").startswith("<p>&lt;b")
+    assert elements.tag("line", x1=1.5) == '<line x1="1.5"/>'
+
+
+def test_regimes_of_any_number_and_name(tmp_path, monkeypatch):
     regimes = [
         {"name": "near", "reach": 16.0, "plateau": 0.5},
         {"name": "nether", "reach": 64.0, "plateau": 0.5},
@@ -237,7 +283,7 @@ def test_regimes_of_any_number_and_name(tmp_path, monkeypatch):
 
 def test_support_grids_are_the_supports(comparison):
     config = comparison.geometry("mosar")
-    short, medium, whole = fixed_grids(config, 512)
+    short, medium, whole = fixed_grids(config)
     # A band of 32 positions and its own: d = 0 .. 32.
     pairs = 512 * 513 / 2
     assert short.density == pytest.approx((33 * 512 - 32 * 33 / 2) / pairs)
@@ -264,6 +310,30 @@ def test_support_grids_are_the_supports(comparison):
     assert total == pairs
     assert inside / total == pytest.approx(first.density, rel=1e-5)
     assert grid_svg(first).count("<path") >= 3
+
+
+def test_supports_are_drawn_over_the_training_length(tmp_path, monkeypatch):
+    """However few tokens a record holds, each regime's band is seen."""
+    plain = synthetic._labels
+    monkeypatch.setattr(synthetic, "_labels", lambda *args: plain(*args)[:100])
+    c = compared(tmp_path, variants=("mosar",), seeds=(0,), retrieval=False, benchmarks=False)
+    (mechanism,) = [section for section in make_sections(c) if section.name == "mechanism"]
+    supports = mechanism.items[-1]
+    assert [grid.tokens for grid in supports.fixed] == [512] * 3
+    assert [grid.density < 0.5 for grid in supports.fixed] == [True, True, False]
+    assert {grid.tokens for grid in supports.routed} == {100}
+    assert supports.routed[0].remark.endswith(" · 100 tokens")
+    assert "first 100 tokens" in supports.caption and "512 tokens" in supports.caption
+    assert "a square of 3 × 3 or 11 × 11 pairs" in supports.caption
+
+
+@pytest.mark.parametrize("length", [2048, 100_000, 2**31 - 1])
+def test_supports_of_long_texts_look_like_those_of_short_ones(length):
+    """The reaches are in proportion, so the picture is the same and costs the same."""
+    grids = fixed_grids(MoSARConfig.scaled(length))
+    for grid, expected in zip(grids, fixed_grids(MoSARConfig.scaled(2048)), strict=True):
+        assert grid.tokens == length and grid.size <= 48
+        assert grid.density == pytest.approx(expected.density, abs=2e-3)
 
 
 def test_looks_are_apart():
@@ -360,7 +430,7 @@ def test_captions_speak_of_what_is_drawn(comparison):
         chart = perplexity_by_position(comparison, factor)
         assert bool(chart.marks) == (factor > 1) == ("mark" in chart.caption)
     config = comparison.geometry("mosar")
-    grids = fixed_grids(config, 512)
+    grids = fixed_grids(config)
     assert [grid.title for grid in grids] == [f"every token {name}" for name in "SMG"]
     assert "of the causal pairs of 512 tokens are inside the support" in grid_svg(grids[0])
 

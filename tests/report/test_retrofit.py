@@ -1,6 +1,7 @@
 """The report of retrofitted models: its frontier, and what it takes from a folder."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -103,3 +104,18 @@ def test_a_panel_a_length_with_both_lines():
     assert list(lines["learned routing, sparse"].get_ydata()) == pytest.approx([5, 2])
     with pytest.raises(ValueError, match="no frontier"):
         draw_frontier({2048: ([], [])})
+
+
+def test_names_are_text(tmp_path):
+    """What a description says cannot become markup of the page that shows the report."""
+    write_run(tmp_path, "a", [DENSE, routed("sparse", 0.1, 2.05, adapter="a")])
+    path = tmp_path / "adapter.json"
+    values = json.loads(path.read_text())
+    for key in ("source", "architecture", "checksum"):
+        values["base"][key] = "<script>alert(1)<!-- [x](y) | z"
+    values["geometry"]["regimes"] = [{"name": "<img src=x>", "reach": 4.0}]
+    values["geometry"]["composition"] = "a | b\n# c"
+    path.write_text(json.dumps(values))
+    text = write_retrofit_report(tmp_path).read_text()
+    assert "script" in text and "img" in text
+    assert not re.search(r"(?<!\\)<|(?<!\\)\[", text) and "\n# c" not in text

@@ -3,6 +3,9 @@
 import re
 import subprocess
 import sys
+from collections import Counter
+from dataclasses import replace
+from xml.etree import ElementTree
 
 import pytest
 from typer.testing import CliRunner
@@ -10,11 +13,16 @@ from typer.testing import CliRunner
 from mosar.cli import app
 from mosar.data.prepare import prepare
 from mosar.evaluation.evaluate import evaluate
-from mosar.report.experiment import ReportError
+from mosar.records import Cell, append_record
+from mosar.report.charts import Bars, Chart
+from mosar.report.comparison import Comparison
+from mosar.report.experiment import ReportError, load_experiment
+from mosar.report.formats import slug
+from mosar.report.sections import Switch, make_sections
 from mosar.report.write import write_report
 from mosar.training.config import resolve_config
 from mosar.training.loop import train
-from report.synthetic import write_experiment
+from report.synthetic import make_evaluation, make_retrieval, write_experiment
 
 
 def small(folder, **changes):
@@ -54,7 +62,7 @@ def test_everything_is_written(written):
         *("perplexity_by_length", "delta_by_length", "gap_by_length", "validation_delta"),
         *("density_by_length", "reach_by_length", "discarded_mass_mosar", "speedup"),
         *("regime_shares_mosar_1x", "perplexity_by_position_4x", "retrieval_passkey_2048"),
-        *("grid_attention_barrier_perplexity", "grid_attention_barrier_discarded_mass"),
+        *("grid_attention.barrier_perplexity", "grid_attention.barrier_discarded_mass"),
     }
     for name, data in made.items():
         if name.endswith(".png"):
@@ -76,7 +84,7 @@ def test_figures_show_what_the_page_shows(written):
 def test_tables_hold_the_main_table(written):
     markdown = (written / "tables.md").read_text()
     assert "| MoSAR | 3 |" in markdown and "12.208" in markdown
-    assert "does not hold" in markdown or "within noise" in markdown
+    assert "does not hold" in markdown or "cannot be told" in markdown
     tex = (written / "tables.tex").read_text()
     assert r"\toprule" in tex and "12.208" in tex and r"\ensuremath{\pm}" in tex
 
@@ -105,6 +113,76 @@ def test_a_former_report_is_replaced_and_nothing_else(tmp_path):
     assert (out / "figures" / "mine.png").read_bytes() == b"mine"
     assert (out / "notes.txt").read_text() == "mine"
     assert not list(out.rglob("*.tmp"))
+
+
+def named(folder, variant, task, grid):
+    """Two cells of a grid under any names."""
+    for value in (0, 1):
+        made = Cell(variant="mosar", preset="small", seed=0)
+        records = [make_evaluation(made, 1, "soft"), make_retrieval(made, task, "soft")]
+        cell = replace(made, variant=variant, grid={grid: value})
+        for record in records:
+            path = folder / "records" / f"{slug(variant)}-{value}.jsonl"
+            append_record(path, replace(record, cell=cell))
+
+
+def test_names_in_records_cannot_lead_out_of_the_folder(tmp_path):
+    folder = small(tmp_path / "a" / "b" / "run", variants=())
+    named(folder, "x/../../../out", str(tmp_path / "out"), "..\\out$\\frac{$")
+    before = set(tmp_path.rglob("*"))
+    write_report(folder)
+    made = set(tmp_path.rglob("*")) - before
+    report = folder / "report"
+    assert all(path == report or report in path.parents for path in made)
+    names = [path.name for path in (report / "figures").iterdir()]
+    assert all(re.fullmatch(r"[a-z0-9._-]{1,80}", name) for name in names)
+    for start in ("regime_shares_x-out_1x-", "retrieval_", "grid_"):
+        assert any(name.startswith(start) for name in names)
+    for path in report.rglob("*.svg"):
+        ElementTree.parse(path)
+
+
+def test_names_that_look_alike_stay_apart(tmp_path):
+    folder = small(tmp_path / "run", variants=())
+    names = ["a/b", "a b", "A/B", "a?b", "..", "~", "模型", "x" * 300, "x" * 301]
+    for name in names:
+        named(folder, name, name, "key")
+    c = Comparison(load_experiment(folder))
+    found = Counter(part.name for part in _charts(make_sections(c)))
+    assert max(found.values()) == 1
+    assert all(re.fullmatch(r"[a-z0-9][a-z0-9._-]{0,63}", name) for name in found)
+    for start in ("regime_shares_", "retrieval_"):
+        assert sum(name.startswith(start) for name in found) == len(names)
+
+
+def _charts(sections):
+    for section in sections:
+        for item in section.items:
+            if isinstance(item, Switch):
+                yield item
+                yield from (option for _, option in item.options)
+            elif isinstance(item, (Bars, Chart)):
+                yield item
+
+
+def test_plain_names_are_slugs_already():
+    for name in ("mosar-cost", "perplexity_by_position_0.5x", "grid_attention.barrier_density"):
+        assert slug(name) == name
+    assert slug(slug("a/b")) == slug("a/b") and slug("") and slug("\ud800")
+
+
+def test_a_name_or_link_that_leads_elsewhere_is_refused(tmp_path, monkeypatch):
+    folder = small(tmp_path / "run", variants=("rope",))
+    (tmp_path / "elsewhere").mkdir()
+    (folder / "report").mkdir()
+    (folder / "report" / "figures").symlink_to(tmp_path / "elsewhere")
+    failing(run("report", folder), "figures leads out of the report's folder")
+    (folder / "report" / "figures").unlink()
+    # Were a figure's name ever no slug.
+    monkeypatch.setattr("mosar.report.charts.slug", lambda name: f"../../{name}")
+    failing(run("report", folder), "does not write outside of its folder: '../../")
+    assert not list((tmp_path / "elsewhere").iterdir())
+    assert not list(tmp_path.glob("*.png")) and not list(folder.glob("*.png"))
 
 
 def test_command_shows_the_main_table_and_the_path(tmp_path):

@@ -19,8 +19,8 @@ from mosar.core.hard_domain import build_hard_domain
 from mosar.core.losses import normalized_reach_cost
 from mosar.geometries import LayerRouting
 
-# Tokens of the first window whose labels are kept.
-EXAMPLE_TOKENS = 256
+# Labels are kept of so many tokens of the first window, and of no more than the training length.
+EXAMPLE_TOKENS = 2048
 ROLES = ("query", "key")
 
 
@@ -56,9 +56,10 @@ class RoutingTally:
 
     def _keep_example(self, routings: Sequence[LayerRouting]) -> None:
         letters = regime_letters([regime.name for regime in self.config.regimes])
+        kept = min(self.config.max_length, EXAMPLE_TOKENS)
         for role, routers in zip(ROLES, zip(*routings, strict=True), strict=True):
             # Of more than one routing group the first.
-            labels = [r.labels.flatten(0, -2)[0, :EXAMPLE_TOKENS].tolist() for r in routers]
+            labels = [r.labels.flatten(0, -2)[0, :kept].tolist() for r in routers]
             self.example_labels[role] = ["".join(letters[m] for m in layer) for layer in labels]
 
     @property

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
+from mosar.report.formats import slug
 from mosar.report.palette import Look
 
 PADDING = 0.06
@@ -47,11 +48,19 @@ class Mark(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chart:
-    """Lines over an axis."""
+class Named:
+    """What has a file or an anchor of its own: any name becomes a slug."""
 
     name: str
-    """Of its files and its anchor."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", slug(self.name))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart(Named):
+    """Lines over an axis."""
+
     title: str
     caption: str
     x_label: str
@@ -79,10 +88,9 @@ class Chart:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bars:
+class Bars(Named):
     """Stacked shares, a bar a layer; one panel a side."""
 
-    name: str
     title: str
     caption: str
     panels: tuple[tuple[str, tuple[tuple[float, ...], ...]], ...]

@@ -126,8 +126,8 @@ def _cell(cell: Cell) -> None:
 
 
 def _text(name: str, value: Any) -> None:
-    if not isinstance(value, str) or not value:
-        raise ValueError(f"{name} must be a non-empty text, got {value!r:.60}")
+    if not isinstance(value, str) or not value or not value.isprintable():
+        raise ValueError(f"{name} must be a text of printable characters, got {value!r:.60}")
 
 
 def _integer(name: str, value: Any, low: int) -> None:

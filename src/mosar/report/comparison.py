@@ -183,18 +183,6 @@ class Comparison:
         """Perplexity against the baseline, percent."""
         return self.relative(Setting(variant, factor), Setting(BASELINE, factor))
 
-    def seed_spread(self, factor: float) -> float | None:
-        """Standard deviation over seeds of a difference in percent, pooled over the variants that
-        have several; None where none has."""
-        spreads = [
-            estimate.sd
-            for variant in self.evaluated
-            if variant != BASELINE
-            and (estimate := self.delta(variant, factor)) is not None
-            and estimate.sd is not None
-        ]
-        return math.sqrt(statistics.fmean(sd * sd for sd in spreads)) if spreads else None
-
     def geometry(self, variant: str) -> MoSARConfig | None:
         """The regimes a variant was trained with; None where its configuration is not known."""
         for record in self.trainings.get(variant, {}).values():
@@ -291,6 +279,15 @@ def curve_of(rows: list[list[float]]) -> dict[float, float]:
     return {row[0]: row[1] for row in rows}
 
 
+def paired(a: Estimate | None, b: Estimate | None) -> tuple[Estimate, Estimate] | None:
+    """Both over the seeds that both have; None where they share none."""
+    shared = [seed for seed in a.values if seed in b.values] if a and b else []
+    if not a or not b or not shared:
+        return None
+    first, second = (Estimate({seed: e.values[seed] for seed in shared}) for e in (a, b))
+    return first, second
+
+
 def relative_percent(a: Estimate | None, b: Estimate | None) -> Estimate | None:
     """(a / b - 1) in percent within each seed that both have; None where they share none."""
     if a is None or b is None:
@@ -300,12 +297,9 @@ def relative_percent(a: Estimate | None, b: Estimate | None) -> Estimate | None:
     return Estimate(found) if found else None
 
 
-def difference(a: Estimate | None, b: Estimate | None) -> Estimate | None:
-    """a - b within each seed that both have."""
-    if a is None or b is None:
-        return None
-    found = {seed: a.values[seed] - b.values[seed] for seed in a.values if seed in b.values}
-    return Estimate(found) if found else None
+def difference(a: Estimate, b: Estimate) -> Estimate:
+    """a - b within each seed; both have the same."""
+    return Estimate({seed: a.values[seed] - b.values[seed] for seed in a.values})
 
 
 def geometry_of(config: dict[str, Any]) -> MoSARConfig | None:
@@ -318,9 +312,11 @@ def geometry_of(config: dict[str, Any]) -> MoSARConfig | None:
     if settings.get("regimes") is None:
         settings.pop("regimes", None)
     try:
-        return MoSARConfig.scaled(model["max_length"], **settings)
+        made = MoSARConfig.scaled(model["max_length"], **settings)
     except (KeyError, TypeError, ValueError):
         return None
+    # Positions are counted in 32 bits.
+    return made if made.max_length < 2**31 else None
 
 
 def mean_mass(record: EvaluationRecord) -> float | None:

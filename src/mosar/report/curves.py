@@ -218,7 +218,7 @@ def axis_chart(
     spaced = numeric and min(places, default=0) > 0 and max(places) / min(places) >= 8
     last = f", dashed at {times(lengths[-1])}" if len(lengths) > 1 else ""
     return Chart(
-        name=f"grid_{_slug(key)}_{name}",
+        name=f"grid_{key}_{name}",
         title=f"{y_label.capitalize()} against {key}",
         caption=f"Solid at {times(lengths[0])}{last}." if lengths else "",
         x_label=key,
@@ -276,7 +276,7 @@ def speedup_chart(records: Iterable[AttentionBenchmark], mode: str) -> Chart:
         points = tuple(Point(n, ideal[n], times(ideal[n])) for n in sorted(ideal))
         series.append(Series(key="ideal", label=look.label, look=look, points=points))
     return Chart(
-        name=f"speedup_{_slug(mode)}",
+        name=f"speedup_{mode}",
         title=f"Speed-up over dense SDPA: {mode}",
         caption="Shapes are query heads × key/value heads × head dimension.",
         x_label="length",
@@ -302,7 +302,7 @@ def decode_chart(records: Iterable[DecodeBenchmark]) -> Chart:
             Point(r.length, r.speedup or 1.0, times(r.speedup or 1.0))
             for r in sorted(mine, key=lambda record: record.length)
         )
-        key = f"decode-{_slug(name)}"
+        key = f"decode-{name}"
         series.append(Series(key=key, label=name, look=looks[name], points=points))
     return Chart(
         name="decode_speedup",
@@ -322,7 +322,3 @@ def decode_chart(records: Iterable[DecodeBenchmark]) -> Chart:
 def _ends(factors: list[float]) -> list[float]:
     """The training length and the longest."""
     return list(dict.fromkeys([factors[0], factors[-1]])) if factors else []
-
-
-def _slug(text: str) -> str:
-    return "".join(character if character.isalnum() else "_" for character in text)

@@ -3,10 +3,12 @@ page and by matplotlib for papers."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from html import escape
 from itertools import pairwise
 from typing import Any, Literal
+
+from mosar.report.elements import Markup, tag
 
 Kind = Literal["plain", "norm", "router", "attention", "sum"]
 WIDTH, HEIGHT = 560.0, 792.0
@@ -109,25 +111,23 @@ def decoder_diagram(model: dict[str, Any], regimes: list[str]) -> Diagram:
     )
 
 
-def diagram_svg(diagram: Diagram, label: str) -> str:
+def diagram_svg(diagram: Diagram, label: str) -> Markup:
     """The drawing as SVG; its colours come from the style sheet."""
     x, y, width, height = diagram.frame
     parts = [
-        f'<svg class="diagram" viewBox="0 0 {WIDTH:g} {HEIGHT:g}" role="img" '
-        f'aria-label="{escape(label)}">',
-        f'<rect class="frame" x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="14"/>',
-        f'<text class="repeat" x="{x + width - 12:g}" y="{y + 22:g}">{escape(diagram.repeat)}'
-        "</text>",
+        tag("rect", class_="frame", x=x, y=y, width=width, height=height, rx=14),
+        tag("text", diagram.repeat, class_="repeat", x=x + width - 12, y=y + 22),
     ]
     for arrow in diagram.arrows:
-        path = "M" + "L".join(f"{px:g} {py:g}" for px, py in arrow.points)
-        head = "M" + "L".join(f"{px:g} {py:g}" for px, py in arrow_head(arrow)) + "Z"
-        parts.append(
-            f'<path class="arrow {arrow.kind}" d="{path}"/>'
-            f'<path class="head {arrow.kind}" d="{head}"/>'
-        )
+        parts.append(tag("path", class_=f"arrow {arrow.kind}", d=_path(arrow.points)))
+        parts.append(tag("path", class_=f"head {arrow.kind}", d=_path(arrow_head(arrow)) + "Z"))
     parts += [_node_svg(node) for node in diagram.nodes]
-    return "".join([*parts, "</svg>"])
+    size = f"0 0 {WIDTH:g} {HEIGHT:g}"
+    return tag("svg", *parts, class_="diagram", viewBox=size, role="img", aria_label=label)
+
+
+def _path(points: Iterable[tuple[float, float]]) -> str:
+    return "M" + "L".join(f"{x:g} {y:g}" for x, y in points)
 
 
 def arrow_head(arrow: Arrow) -> list[tuple[float, float]]:
@@ -142,19 +142,13 @@ def arrow_head(arrow: Arrow) -> list[tuple[float, float]]:
     ]
 
 
-def _node_svg(node: Node) -> str:
-    left, top = node.x - node.width / 2, node.y - node.height / 2
+def _node_svg(node: Node) -> Markup:
     if node.kind == "sum":
-        shape = f'<circle cx="{node.x:g}" cy="{node.y:g}" r="{node.width / 2:g}"/>'
+        parts = [tag("circle", cx=node.x, cy=node.y, r=node.width / 2)]
     else:
-        shape = (
-            f'<rect x="{left:g}" y="{top:g}" width="{node.width:g}" height="{node.height:g}" '
-            'rx="7"/>'
-        )
-    first = node.y + (-2 if node.small else 4.5)
-    lines = f'<text x="{node.x:g}" y="{first:g}">{escape(node.text)}</text>'
+        left, top = node.x - node.width / 2, node.y - node.height / 2
+        parts = [tag("rect", x=left, y=top, width=node.width, height=node.height, rx=7)]
+    parts.append(tag("text", node.text, x=node.x, y=node.y + (-2 if node.small else 4.5)))
     if node.small:
-        lines += (
-            f'<text class="small" x="{node.x:g}" y="{node.y + 13:g}">{escape(node.small)}</text>'
-        )
-    return f'<g class="node {node.kind}">{shape}{lines}</g>'
+        parts.append(tag("text", node.small, class_="small", x=node.x, y=node.y + 13))
+    return tag("g", *parts, class_=f"node {node.kind}")

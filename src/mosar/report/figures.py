@@ -17,6 +17,7 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
+from matplotlib.legend import Legend
 
 from mosar.core.config import MoSARConfig
 from mosar.core.regimes import RegimeKernel, pair_geometry
@@ -77,6 +78,7 @@ def draw_decay_kernels(config: MoSARConfig, max_distance: int | None = None) -> 
             alignment="left",
         )
         legend.get_title().set(color=MUTED, fontsize=10)
+        _show_as_text(legend)
     return figure
 
 
@@ -110,6 +112,12 @@ def pair_colours(count: int) -> list[str]:
         return [_COLOURS[round(i * last / max(count - 1, 1))] for i in range(count)]
     spectrum = mpl.colormaps["turbo"]
     return [to_hex(spectrum(0.95 - 0.9 * i / (count - 1))) for i in range(count)]
+
+
+def _show_as_text(legend: Legend) -> None:
+    """A name with dollar signs is no formula."""
+    for text in legend.get_texts():
+        text.set_parse_math(False)
 
 
 def _draw_gates(axes: Axes, config: MoSARConfig, max_distance: int) -> None:
@@ -247,11 +255,11 @@ def _draw_speedup_panel(axes: Axes, records: list[AttentionBenchmark]) -> None:
     axes.set_xlabel("length  $n$")
     axes.set_ylabel("speed-up over dense SDPA")
     labels = "" if records[0].labels == "none" else f", labels: {records[0].labels}"
-    axes.set_title(f"{records[0].mode}{labels}", loc="left", fontsize=11)
+    axes.set_title(f"{records[0].mode}{labels}", loc="left", fontsize=11, parse_math=False)
     axes.grid(color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="upper left", fontsize=9.5)
+    _show_as_text(axes.legend(frameon=False, loc="upper left", fontsize=9.5))
 
 
 def _draw_speedup_line(axes: Axes, rows: list[AttentionBenchmark], colour: str) -> None:

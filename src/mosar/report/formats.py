@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+import re
 
 MINUS = "\u2212"
 MISSING = "–"
@@ -53,6 +55,18 @@ def duration(seconds: float) -> str:
     if seconds < 90:
         return f"{seconds:.3g} s"
     return f"{seconds / 60:.3g} min" if seconds < 5400 else f"{seconds / 3600:.3g} h"
+
+
+def slug(text: str) -> str:
+    """A name for a file or an anchor, short, of small letters, digits, ".", "_" and "-".
+
+    What is one already stays; of anything else the rest is replaced, and a checksum keeps two
+    names apart.
+    """
+    if re.fullmatch(r"[a-z0-9][a-z0-9._-]{0,63}", text):
+        return text
+    kept = re.sub(r"[^a-z0-9_-]+", "-", text.lower()).strip("-")[:48] or "name"
+    return f"{kept}-{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()[:12]}"
 
 
 def plural(number_of: int, thing: str) -> str:

@@ -63,4 +63,5 @@ def _draw_points(
             textcoords="offset points",
             fontsize=8,
             color=INK,
+            parse_math=False,
         )

@@ -48,18 +48,18 @@ _LATEX = {
 
 def markdown_tables(tables: Iterable[Table], title: str) -> str:
     """One document with every table."""
-    parts = [f"# {_markdown(title)}\n"]
+    parts = [f"# {markdown(title)}\n"]
     for table in tables:
-        parts.append(f"## {_markdown(table.title)}\n")
+        parts.append(f"## {markdown(table.title)}\n")
         if table.caption:
-            parts.append(f"{_markdown(table.caption)}\n")
+            parts.append(f"{markdown(table.caption)}\n")
         parts.append(_markdown_table(table))
     return "\n".join(parts)
 
 
 def _markdown_table(table: Table) -> str:
     lines = [
-        _markdown_row(_markdown(_full_label(column)) for column in table.columns),
+        _markdown_row(markdown(_full_label(column)) for column in table.columns),
         _markdown_row("---:" if column.numeric else "---" for column in table.columns),
     ]
     group = None
@@ -67,7 +67,7 @@ def _markdown_table(table: Table) -> str:
         if table.groups and table.groups[index] != group:
             group = table.groups[index]
             blank = [""] * (len(table.columns) - 1)
-            lines.append(_markdown_row([f"**{_markdown(group)}**", *blank]))
+            lines.append(_markdown_row([f"**{markdown(group)}**", *blank]))
         lines.append(_markdown_row(_markdown_cell(cell) for cell in row))
     return "\n".join(lines) + "\n"
 
@@ -77,11 +77,12 @@ def _markdown_row(cells: Iterable[str]) -> str:
 
 
 def _markdown_cell(cell: TableCell) -> str:
-    text = _markdown(cell.text)
+    text = markdown(cell.text)
     return f"**{text}**" if cell.best else text
 
 
-def _markdown(text: str) -> str:
+def markdown(text: str) -> str:
+    """Any text so that Markdown shows it as it is."""
     return " ".join(text.translate(_MARKDOWN_ESCAPES).split())
 
 

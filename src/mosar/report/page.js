@@ -80,6 +80,11 @@
     const air = (high - low || Math.abs(high) * 0.1 || 1) * 0.06;
     return [svg.dataset.zero && low === 0 ? low : low - air, high + air];
   }
+  function drawn(svg, name, attributes) {
+    const made = document.createElementNS(svg.namespaceURI, name);
+    for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+    return made;
+  }
   const visible = (svg) => all(".series:not(.off)", svg);
   function rescale(svg) {
     const shown = visible(svg);
@@ -100,9 +105,11 @@
       all(".dot", series).forEach((dot, i) => dot.setAttribute("transform", `translate(${xs[i].toFixed(1)} ${ys[i].toFixed(1)})`));
     }
     const values = ticks(low, high, log);
-    svg.querySelector(".yaxis").innerHTML = values.map((v) =>
-      `<line x1="${left}" x2="${left + width}" y1="${y(v).toFixed(1)}" y2="${y(v).toFixed(1)}"/>` +
-      `<text x="${left - 7}" y="${(y(v) + 4).toFixed(1)}">${tickLabel(v, values, svg.dataset.unit ?? "")}</text>`).join("");
+    svg.querySelector(".yaxis").replaceChildren(...values.flatMap((v) => {
+      const at = y(v).toFixed(1), label = drawn(svg, "text", { x: left - 7, y: (y(v) + 4).toFixed(1) });
+      label.textContent = tickLabel(v, values, svg.dataset.unit ?? "");
+      return [drawn(svg, "line", { x1: left, x2: left + width, y1: at, y2: at }), label];
+    }));
     const level = svg.querySelector(".level");
     if (level) for (const end of ["y1", "y2"]) level.setAttribute(end, y(Number(svg.dataset.line)).toFixed(1));
   }

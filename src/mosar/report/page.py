@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from html import escape
-from importlib.resources import files
+from collections.abc import Iterable
 from itertools import groupby
 
 from mosar.report.charts import Bars, Chart, escapes
 from mosar.report.comparison import Comparison
 from mosar.report.diagram import diagram_svg
+from mosar.report.elements import Markup, asset, document, join, source_hash, tag
 from mosar.report.formats import listed
 from mosar.report.page_tables import table_block
 from mosar.report.palette import Look, variant_looks
@@ -25,15 +25,13 @@ from mosar.report.sections import (
     Verdicts,
 )
 from mosar.report.summary import abstract, tiles
-from mosar.report.support import grid_svg
-from mosar.report.svg import bars_svg, chart_svg, colour, sample
+from mosar.report.support import SupportGrid, grid_svg
+from mosar.report.svg import bars_svg, chart_svg, colour, line_sample, sample
 from mosar.report.tables import Table
-from mosar.report.verdicts import RULE, VERDICTS
+from mosar.report.verdicts import DECIDED, RULE, VERDICTS
 
-_SIGNS = {"holds": "✓", "fails": "✗", "noise": "≈", "unmeasured": "–"}
+_SIGNS = {"holds": "✓", "fails": "✗", "unclear": "≈", "unmeasured": "–"}
 _SEVERAL = {"holds": "hold", "fails": "do not hold"}
-# Nothing may be fetched, whatever a record says.
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 _ICON = (
     "data:image/svg+xml,"
     "%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 16 16'%3E%3Cpath fill='%23d55e00' "
@@ -43,96 +41,122 @@ _ICON = (
 
 def render_page(c: Comparison, sections: list[Section], figures: list[str]) -> str:
     """The whole document; `figures` are the names of the files that were made with it."""
-    title = f"MoSAR: {c.experiment.name}"
+    name = c.experiment.name
     looks = variant_looks({*c.variants, *(record.cell.variant for record in c.retrievals)})
-    body = "\n".join(_section(section, looks) for section in sections)
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="{_POLICY}">
-<meta name="generator" content="mosar report">
-<meta name="figures" content="{escape(" ".join(figures))}">
-<meta name="color-scheme" content="light dark">
-<link rel="icon" href="{_ICON}">
-<title>{escape(title)}</title>
-<style>
-{_asset("page.css")}</style>
-</head>
-<body>
-<a class="skip" href="#results">Skip to the results</a>
-{_bar(sections)}
-<main>
-{_head(c)}
-{body}
-</main>
-<footer><p>Made by <code>mosar report</code> from the records of
-<code>{escape(c.experiment.name)}</code>; the same records give the same page.</p></footer>
-<div id="tip" role="status" aria-live="polite" hidden></div>
-<script>
-{_asset("page.js")}</script>
-</body>
-</html>
-"""
-
-
-def _asset(name: str) -> str:
-    return files("mosar.report").joinpath(name).read_text(encoding="utf-8")
-
-
-def _bar(sections: list[Section]) -> str:
-    links = "".join(f'<a href="#{s.name}">{escape(s.short or s.title)}</a>' for s in sections)
-    return f"""<header class="bar">
-<a class="brand" href="#top">mosar</a>
-<nav aria-label="Sections">{links}</nav>
-<button id="all" type="button" hidden>Show all</button>
-<button id="theme" type="button" aria-label="Switch between light and dark">
-<svg viewBox="0 0 20 20" width="18" height="18" aria-hidden="true"><circle cx="10" cy="10" r="7.2"
-fill="none" stroke="currentColor" stroke-width="1.6"/><path d="M10 2.8a7.2 7.2 0 0 1 0 14.4z"
-fill="currentColor"/></svg></button>
-</header>"""
-
-
-def _head(c: Comparison) -> str:
-    cards = "".join(
-        f'<div class="tile"><dt>{escape(tile.label)}</dt><dd>{escape(tile.value)}</dd>'
-        f'<dd class="remark">{escape(tile.remark)}</dd></div>'
-        for tile in tiles(c)
+    style, script = asset("page.css"), asset("page.js")
+    head = tag(
+        "head",
+        tag("meta", charset="utf-8"),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("meta", http_equiv="Content-Security-Policy", content=_policy(style, script)),
+        tag("meta", name="generator", content="mosar report"),
+        tag("meta", name="figures", content=" ".join(figures)),
+        tag("meta", name="color-scheme", content="light dark"),
+        tag("link", rel="icon", href=_ICON),
+        tag("title", f"MoSAR: {name}"),
+        tag("style", style),
     )
-    figures = f'<dl class="tiles">{cards}</dl>' if cards else ""
-    return f"""<section class="head" id="top">
-<p class="kicker">Learned attention geometry</p>
-<h1>{escape(c.experiment.name)}</h1>
-<p class="abstract">{escape(abstract(c))}</p>
-{figures}
-</section>"""
+    made = join(["Made by ", tag("code", "mosar report"), " from the records of "])
+    body = tag(
+        "body",
+        tag("a", "Skip to the results", class_="skip", href="#results"),
+        _bar(sections),
+        tag("main", _head(c), *(_section(section, looks) for section in sections)),
+        tag("footer", tag("p", made, tag("code", name), "; the same records give the same page.")),
+        tag("div", id="tip", role="status", aria_live="polite", hidden="hidden"),
+        tag("script", script),
+    )
+    return document(head, body)
 
 
-def _section(section: Section, looks: dict[str, Look]) -> str:
-    lead = f'<p class="lead">{escape(section.lead)}</p>' if section.lead else ""
-    parts = []
+def _policy(style: Markup, script: Markup) -> str:
+    """Nothing is fetched and no script runs but the page's own, whatever a record says."""
+    return "; ".join(
+        [
+            "default-src 'none'",
+            f"script-src {source_hash(script)}",
+            "require-trusted-types-for 'script'",
+            f"style-src {source_hash(style)}",
+            # Colours of series: custom properties in style attributes.
+            "style-src-attr 'unsafe-inline'",
+            "img-src data:",
+            "base-uri 'none'",
+            "form-action 'none'",
+        ]
+    )
+
+
+def _bar(sections: list[Section]) -> Markup:
+    half = tag("path", d="M10 2.8a7.2 7.2 0 0 1 0 14.4z", fill="currentColor")
+    ring = {"fill": "none", "stroke": "currentColor", "stroke_width": 1.6}
+    icon = tag(
+        "svg",
+        tag("circle", cx=10, cy=10, r=7.2, **ring),
+        half,
+        viewBox="0 0 20 20",
+        width=18,
+        height=18,
+        aria_hidden="true",
+    )
+    switch = "Switch between light and dark"
+    return tag(
+        "header",
+        tag("a", "mosar", class_="brand", href="#top"),
+        tag(
+            "nav",
+            *(tag("a", s.short or s.title, href=f"#{s.name}") for s in sections),
+            aria_label="Sections",
+        ),
+        tag("button", "Show all", id="all", type="button", hidden="hidden"),
+        tag("button", icon, id="theme", type="button", aria_label=switch),
+        class_="bar",
+    )
+
+
+def _head(c: Comparison) -> Markup:
+    cards = [
+        tag(
+            "div",
+            tag("dt", tile.label),
+            tag("dd", tile.value),
+            tag("dd", tile.remark, class_="remark"),
+            class_="tile",
+        )
+        for tile in tiles(c)
+    ]
+    return tag(
+        "section",
+        tag("p", "Learned attention geometry", class_="kicker"),
+        tag("h1", c.experiment.name),
+        tag("p", abstract(c), class_="abstract"),
+        *([tag("dl", *cards, class_="tiles")] if cards else []),
+        class_="head",
+        id="top",
+    )
+
+
+def _section(section: Section, looks: dict[str, Look]) -> Markup:
+    title = f"{section.name}-title"
+    parts = [tag("h2", section.title, id=title)]
+    if section.lead:
+        parts.append(tag("p", section.lead, class_="lead"))
     # Neighbouring figures share a row where the window is wide enough.
     for is_figure, items in groupby(section.items, key=_is_figure):
-        rendered = "\n".join(_item(item, looks) for item in items)
-        parts.append(f'<div class="figures">{rendered}</div>' if is_figure else rendered)
-    body = "\n".join(parts)
-    return (
-        f'<section id="{section.name}" aria-labelledby="{section.name}-title">\n'
-        f'<h2 id="{section.name}-title">{escape(section.title)}</h2>\n{lead}\n{body}\n</section>'
-    )
+        rendered = [_item(item, looks) for item in items]
+        parts += [tag("div", *rendered, class_="figures")] if is_figure else rendered
+    return tag("section", *parts, id=section.name, aria_labelledby=title)
 
 
 def _is_figure(item: Item) -> bool:
     return isinstance(item, (Chart, Bars, Switch, Drawing))
 
 
-def _item(item: Item, looks: dict[str, Look]) -> str:
+def _item(item: Item, looks: dict[str, Look]) -> Markup:
     match item:
         case Missing():
-            return f'<p class="missing">{escape(item.text)}</p>'
+            return tag("p", item.text, class_="missing")
         case Text():
-            return f"<p>{escape(item.text)}</p>"
+            return tag("p", item.text)
         case Chart():
             return _chart(item)
         case Bars():
@@ -145,24 +169,47 @@ def _item(item: Item, looks: dict[str, Look]) -> str:
             return _drawing(item)
         case Columns():
             stacks = (
-                f'<div class="stack">{"".join(_item(part, looks) for part in side)}</div>'
+                tag("div", *(_item(part, looks) for part in side), class_="stack")
                 for side in (item.left, item.right)
             )
-            return f'<div class="columns">{"".join(stacks)}</div>'
+            return tag("div", *stacks, class_="columns")
         case Verdicts():
             return _verdicts(item)
         case Table():
             return table_block(item, looks)
 
 
-def _chart(chart: Chart) -> str:
-    return (
-        f'<figure class="card chart" id="fig-{chart.name}">\n{_caption(chart.title)}'
-        f'{_legend(chart)}<p class="yname" aria-hidden="true">{escape(chart.y_label)}</p>'
-        f'<div class="plot" tabindex="0" role="group" '
-        f'aria-label="{escape(chart.title)}: arrow keys read the values">'
-        f'{chart_svg(chart)}</div>\n<p class="note">{escape(chart.caption + _escaping(chart))}</p>'
-        f"{_numbers(chart)}</figure>"
+def _figure(name: str, title: str, parts: Iterable[str], note: str, kind: str = "chart") -> Markup:
+    """A card with a title above and a note below."""
+    return tag(
+        "figure",
+        tag("figcaption", title),
+        *parts,
+        tag("p", note, class_="note"),
+        class_=f"card {kind}",
+        id=f"fig-{name}",
+    )
+
+
+def _chart(chart: Chart) -> Markup:
+    plot = tag(
+        "div",
+        chart_svg(chart),
+        class_="plot",
+        tabindex=0,
+        role="group",
+        aria_label=f"{chart.title}: arrow keys read the values",
+    )
+    return tag(
+        "figure",
+        tag("figcaption", chart.title),
+        *_legend(chart),
+        tag("p", chart.y_label, class_="yname", aria_hidden="true"),
+        plot,
+        tag("p", chart.caption + _escaping(chart), class_="note"),
+        *_numbers(chart),
+        class_="card chart",
+        id=f"fig-{chart.name}",
     )
 
 
@@ -178,11 +225,7 @@ def _escaping(chart: Chart) -> str:
     return f" Out at the top: {listed(said)}; hide others to see one whole."
 
 
-def _caption(title: str) -> str:
-    return f"<figcaption>{escape(title)}</figcaption>\n"
-
-
-def _legend(chart: Chart) -> str:
+def _legend(chart: Chart) -> list[Markup]:
     """Buttons that switch series on and off."""
     looks = {series.key: (series.label, series.look) for series in chart.series}
     notes = {
@@ -191,162 +234,151 @@ def _legend(chart: Chart) -> str:
         if series.note
     }
     if len(looks) + len(notes) < 2:
-        return ""
+        return []
     chips = [
-        f'<button type="button" class="chip" aria-pressed="true" data-key="{escape(key)}" '
-        f'style="{colour(look)}">{sample(look)}{escape(label)}</button>'
+        _chip(key, [sample(look), label], style=colour(look))
         for key, (label, look) in looks.items()
     ]
     # One note is explained by the caption; of several the line tells which is which.
     chips += [
-        f'<button type="button" class="chip plain" aria-pressed="true" '
-        f'data-key="note:{escape(note)}">{_line(dash) if len(notes) > 1 else ""}'
-        f"{escape(note)}</button>"
+        _chip(f"note:{note}", [line_sample(dash), note] if len(notes) > 1 else [note], " plain")
         for note, dash in notes.items()
     ]
-    return f'<div class="legend" role="group" aria-label="Show or hide">{"".join(chips)}</div>\n'
+    return [tag("div", *chips, class_="legend", role="group", aria_label="Show or hide")]
 
 
-def _line(dash: str) -> str:
-    dashes = f' stroke-dasharray="{dash}"' if dash else ""
-    return (
-        '<svg class="sample" viewBox="0 0 30 12" width="30" height="12" aria-hidden="true">'
-        f'<path class="line" d="M1 6H29"{dashes}/></svg>'
-    )
+def _chip(key: str, parts: list[str], kind: str = "", style: str = "") -> Markup:
+    attributes = {"type": "button", "aria_pressed": "true", "data_key": key, "style": style}
+    return tag("button", *parts, class_=f"chip{kind}", **attributes)
 
 
-def _numbers(chart: Chart) -> str:
+def _numbers(chart: Chart) -> list[Markup]:
     """The values as a table, for those who want them or cannot see the picture."""
     places = sorted({point.x for series in chart.series for point in series.points})
     if len(places) > 60:
-        return ""
+        return []
     labels = dict(chart.x_ticks)
     names = [s.label + (f", {s.note}" if s.note else "") for s in chart.series]
-    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in [chart.x_label, *names])
     rows = []
     for x in places:
         found = [{p.x: p.text for p in series.points}.get(x, "–") for series in chart.series]
-        cells = "".join(f"<td>{escape(text)}</td>" for text in found)
-        rows.append(f'<tr><th scope="row">{escape(labels.get(x) or f"{x:,.6g}")}</th>{cells}</tr>')
-    label = escape(f"{chart.title}: numbers")
-    return (
-        "<details><summary>Numbers</summary>"
-        f'<div class="scroll" tabindex="0" role="group" aria-label="{label}">'
-        f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div></details>"
+        first = tag("th", labels.get(x) or f"{x:,.6g}", scope="row")
+        rows.append(tag("tr", first, *(tag("td", text) for text in found)))
+    table = tag(
+        "table",
+        tag("thead", _column_heads(chart.x_label, *names)),
+        tag("tbody", *rows),
     )
+    label = f"{chart.title}: numbers"
+    box = tag("div", table, class_="scroll", tabindex=0, role="group", aria_label=label)
+    return [tag("details", tag("summary", "Numbers"), box)]
 
 
-def _bars(bars: Bars) -> str:
-    keys = "".join(
-        f'<span class="key" style="{colour(look)}"><i></i>{escape(look.label)}</span>'
-        for look in bars.looks
-    )
-    return (
-        f'<figure class="card chart" id="fig-{bars.name}">\n{_caption(bars.title)}'
-        f'<div class="legend">{keys}</div><div class="plot">{bars_svg(bars)}</div>\n'
-        f'<p class="note">{escape(bars.caption)}</p></figure>'
-    )
+def _column_heads(*names: str) -> Markup:
+    return tag("tr", *(tag("th", name, scope="col") for name in names))
 
 
-def _switch(switch: Switch) -> str:
+def _bars(bars: Bars) -> Markup:
+    keys = [
+        tag("span", tag("i"), look.label, class_="key", style=colour(look)) for look in bars.looks
+    ]
+    parts = [tag("div", *keys, class_="legend"), tag("div", bars_svg(bars), class_="plot")]
+    return _figure(bars.name, bars.title, parts, bars.caption)
+
+
+def _options(labels: Iterable[str], initial: int) -> list[Markup]:
+    return [
+        tag("option", label, value=index, selected="selected" if index == initial else None)
+        for index, label in enumerate(labels)
+    ]
+
+
+def _panel(index: int, initial: int, *parts: str, **attributes: str) -> Markup:
+    hidden = None if index == initial else "hidden"
+    return tag("div", *parts, data_panel=index, hidden=hidden, **attributes)
+
+
+def _switch(switch: Switch) -> Markup:
     """One figure of several, chosen from a list."""
-    options = "".join(
-        f'<option value="{index}"{" selected" if index == switch.initial else ""}>'
-        f"{escape(label)}</option>"
-        for index, (label, _) in enumerate(switch.options)
-    )
-    panels = "".join(
-        f'<div class="panel" data-panel="{index}"{"" if index == switch.initial else " hidden"}>'
-        f"{_item(item, {})}</div>"
+    panels = [
+        _panel(index, switch.initial, _item(item, {}), class_="panel")
         for index, (_, item) in enumerate(switch.options)
-    )
+    ]
     if len(switch.options) == 1:
-        return f'<div class="switch">{panels}</div>'
-    return (
-        f'<div class="switch" id="switch-{escape(switch.name)}"><label class="choose">'
-        f"{escape(switch.label)} <select>{options}</select></label>{panels}</div>"
-    )
+        return tag("div", *panels, class_="switch")
+    options = _options((label for label, _ in switch.options), switch.initial)
+    choose = tag("label", f"{switch.label} ", tag("select", *options), class_="choose")
+    return tag("div", choose, *panels, class_="switch", id=f"switch-{switch.name}")
 
 
-def _supports(item: Supports) -> str:
-    def grid(g) -> str:
-        name = escape(g.title)
-        return f'<div class="geometry"><h4>{name}</h4>{grid_svg(g)}<p>ρ = {g.density:.3f}</p></div>'
+def _supports(item: Supports) -> Markup:
+    def drawn(g: SupportGrid) -> list[Markup]:
+        return [grid_svg(g), tag("p", g.remark)]
 
-    fixed = "".join(grid(g) for g in item.fixed)
-    routed = ""
+    grids = [tag("div", tag("h4", g.title), *drawn(g), class_="geometry") for g in item.fixed]
     if item.routed:
-        options = "".join(
-            f'<option value="{i}"{" selected" if i == item.initial else ""}>{escape(g.title)}'
-            "</option>"
-            for i, g in enumerate(item.routed)
-        )
-        panels = "".join(
-            f'<div data-panel="{i}"{"" if i == item.initial else " hidden"}>{grid_svg(g)}'
-            f"<p>ρ = {g.density:.3f}</p></div>"
-            for i, g in enumerate(item.routed)
-        )
-        routed = (
-            '<div class="geometry switch"><h4><select aria-label="Layer">'
-            f"{options}</select></h4>{panels}</div>"
-        )
-    return (
-        f'<figure class="card wide" id="fig-geometry_grids">\n{_caption(item.title)}'
-        f'<div class="geometries">{fixed}{routed}</div><p class="note">{escape(item.caption)}</p>'
-        "</figure>"
-    )
+        options = _options((g.title for g in item.routed), item.initial)
+        panels = [_panel(i, item.initial, *drawn(g)) for i, g in enumerate(item.routed)]
+        choose = tag("h4", tag("select", *options, aria_label="Layer"))
+        grids.append(tag("div", choose, *panels, class_="geometry switch"))
+    parts = [tag("div", *grids, class_="geometries")]
+    return _figure("geometry_grids", item.title, parts, item.caption, "wide")
 
 
-def _drawing(item: Drawing) -> str:
+def _drawing(item: Drawing) -> Markup:
     label = (
         f"{item.title}: tokens, embedding; in each layer RMSNorm, Q, K and V, RoPE on Q and K, a "
         "query router and a key router whose mixture of gates is added to causal attention as a "
         "bias, RMSNorm, residual sum, a gated MLP between RMSNorms, residual sum; then logits."
     )
-    return (
-        f'<figure class="card chart" id="fig-architecture">\n{_caption(item.title)}'
-        f'<div class="plot">{diagram_svg(item.diagram, label)}</div>'
-        f'<p class="note">{escape(item.caption)}</p></figure>'
-    )
+    parts = [tag("div", diagram_svg(item.diagram, label), class_="plot")]
+    return _figure("architecture", item.title, parts, item.caption)
 
 
-def _verdicts(item: Verdicts) -> str:
+def _verdicts(item: Verdicts) -> Markup:
     counts = Counter(finding.verdict for _, finding in item.judged)
-    chips = "".join(
-        f'<button type="button" class="badge {verdict}" aria-pressed="true" '
-        f'data-verdict="{verdict}"><b>{counts[verdict]}</b> '
-        f"{_SEVERAL.get(verdict, words) if counts[verdict] > 1 else words}</button>"
-        for verdict, words in VERDICTS.items()
-        if counts[verdict]
-    )
+    chips = []
+    for verdict, words in VERDICTS.items():
+        if counts[verdict]:
+            text = _SEVERAL.get(verdict, words) if counts[verdict] > 1 else words
+            attributes = {"type": "button", "aria_pressed": "true", "data_verdict": verdict}
+            number = tag("b", str(counts[verdict]))
+            chips.append(tag("button", number, f" {text}", class_=f"badge {verdict}", **attributes))
     rows, group = [], None
     for claim, finding in item.judged:
         if claim.group != group:
             group = claim.group
-            rows.append(
-                f'<tr class="group"><th colspan="4" scope="colgroup">{escape(group)}</th></tr>'
-            )
-        rule = f'<small class="rule">{escape(claim.rule)}</small>' if claim.rule else ""
-        basis = f"<small>{escape(finding.basis)}</small>" if finding.basis else ""
-        rows.append(
-            f'<tr data-verdict="{finding.verdict}" id="claim-{claim.name}">'
-            f'<th scope="row">{escape(claim.text)}{rule}</th>'
-            f'<td data-label="paper">{_parts(finding.paper)}</td>'
-            f'<td data-label="ours">{_parts(finding.ours)}</td>'
-            f'<td data-label="verdict"><span class="badge {finding.verdict}">'
-            f"<i aria-hidden=true>{_SIGNS[finding.verdict]}</i> {VERDICTS[finding.verdict]}"
-            f"</span>{basis}</td></tr>"
+            heading = tag("th", group, colspan=4, scope="colgroup")
+            rows.append(tag("tr", heading, class_="group"))
+        rule = [tag("small", claim.rule, class_="rule")] if claim.rule else []
+        basis = [tag("small", finding.basis)] if finding.basis else []
+        sign = tag("i", _SIGNS[finding.verdict], aria_hidden="true")
+        badge = tag(
+            "span", sign, f" {VERDICTS[finding.verdict]}", class_=f"badge {finding.verdict}"
         )
-    return (
-        f'<p class="lead">{escape(RULE)}</p><div class="filter" role="group" '
-        f'aria-label="Show verdicts">{chips}</div>'
-        '<div class="card flush"><table class="claims"><thead><tr>'
-        '<th scope="col">the paper’s claim</th><th scope="col">paper</th>'
-        '<th scope="col">ours</th><th scope="col">verdict</th></tr></thead>'
-        f"<tbody>{''.join(rows)}</tbody></table></div>"
+        rows.append(
+            tag(
+                "tr",
+                tag("th", claim.text, *rule, scope="row"),
+                tag("td", *_parts(finding.paper), data_label="paper"),
+                tag("td", *_parts(finding.ours), data_label="ours"),
+                tag("td", badge, *basis, data_label="verdict"),
+                data_verdict=finding.verdict,
+                id=f"claim-{claim.name}",
+            )
+        )
+    heads = _column_heads("the paper’s claim", "paper", "ours", "verdict")
+    table = tag("table", tag("thead", heads), tag("tbody", *rows), class_="claims")
+    return join(
+        [
+            tag("p", RULE, class_="lead"),
+            tag("p", DECIDED, class_="note decided"),
+            tag("div", *chips, class_="filter", role="group", aria_label="Show verdicts"),
+            tag("div", table, class_="card flush"),
+        ]
     )
 
 
-def _parts(text: str) -> str:
+def _parts(text: str) -> list[Markup]:
     """Figures of several lengths under each other."""
-    return "".join(f"<span>{escape(part)}</span>" for part in text.split(" · "))
+    return [tag("span", part) for part in text.split(" · ")]

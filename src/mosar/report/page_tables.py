@@ -3,32 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from html import escape
 from itertools import groupby
 
+from mosar.report.elements import Markup, tag
 from mosar.report.palette import Look
 from mosar.report.svg import colour
 from mosar.report.tables import Column, Table, TableCell
 
 
-def table_block(table: Table, looks: dict[str, Look]) -> str:
-    caption = f'<p class="note">{escape(table.caption)}</p>' if table.caption else ""
-    long = table.name in _REFERENCE
-    body = (
-        f'<div class="scroll" tabindex="0" role="group" aria-label="{escape(table.title)}">'
-        f"{_table(table, looks)}</div>"
-    )
-    if long:
+def table_block(table: Table, looks: dict[str, Look]) -> Markup:
+    box = {"class_": "scroll", "tabindex": 0, "role": "group", "aria_label": table.title}
+    parts = [tag("div", _table(table, looks), **box)]
+    if table.caption:
+        parts.append(tag("p", table.caption, class_="note"))
+    title = tag("h3", table.title)
+    card = {"class_": "card flush", "id": f"table-{table.name}"}
+    if table.name in _REFERENCE:
         # Reference matter: there when it is wanted.
-        opened = " open" if len(table.rows) <= 12 else ""
-        return (
-            f'<details class="card flush" id="table-{table.name}"{opened}>'
-            f"<summary><h3>{escape(table.title)}</h3></summary>{body}{caption}</details>"
-        )
-    return (
-        f'<div class="card flush" id="table-{table.name}"><h3>{escape(table.title)}</h3>'
-        f"{body}{caption}</div>"
-    )
+        opened = "open" if len(table.rows) <= 12 else None
+        return tag("details", tag("summary", title), *parts, **card, open=opened)
+    return tag("div", title, *parts, **card)
 
 
 # Folded up where they are long.
@@ -46,26 +40,23 @@ class _Stack:
     theirs: TableCell | None = None
 
 
-def _table(table: Table, looks: dict[str, Look]) -> str:
+def _table(table: Table, looks: dict[str, Look]) -> Markup:
     columns, rows, keys = _stacked(table)
-    labels = "".join(
-        f'<th scope="col" class="{"number" if column.numeric else "text"}" aria-sort="none">'
-        f'<button type="button">{escape(column.label)}</button></th>'
-        for column in columns
-    )
+    labels = []
+    for column in columns:
+        button = tag("button", column.label, type="button")
+        kind = "number" if column.numeric else "text"
+        labels.append(tag("th", button, scope="col", class_=kind, aria_sort="none"))
     body = []
     for index, row in enumerate(rows):
         look = looks.get(keys[index]) if keys else None
-        style = f' style="{colour(look)}"' if look else ""
         cells = [
-            _table_cell(stack, column.numeric, place == 0, bool(style))
+            _table_cell(stack, column.numeric, place == 0, look is not None)
             for place, (column, stack) in enumerate(zip(columns, row, strict=True))
         ]
-        body.append(f"<tr{style}>{''.join(cells)}</tr>")
-    return (
-        f'<table class="sortable"><thead>{_group_row(columns)}<tr>{labels}</tr></thead>'
-        f"<tbody>{''.join(body)}</tbody></table>"
-    )
+        body.append(tag("tr", *cells, style=colour(look) if look else None))
+    head = tag("thead", *_group_row(columns), tag("tr", *labels))
+    return tag("table", head, tag("tbody", *body), class_="sortable")
 
 
 def _stacked(table: Table) -> tuple[list[Column], list[list[_Stack]], list[str]]:
@@ -110,18 +101,17 @@ def _put_beneath(stack: _Stack, cell: TableCell) -> _Stack:
     return _Stack(stack.ours, cell)
 
 
-def _group_row(columns: list[Column]) -> str:
+def _group_row(columns: list[Column]) -> list[Markup]:
     if not any(column.group for column in columns):
-        return ""
+        return []
     cells = []
     for group, members in groupby(columns, key=lambda column: column.group):
-        span = len(list(members))
-        tag, scope = ("th", ' scope="colgroup"') if group else ("td", "")
-        cells.append(f'<{tag} colspan="{span}"{scope}>{escape(group)}</{tag}>')
-    return f'<tr class="groups">{"".join(cells)}</tr>'
+        name, scope = ("th", "colgroup") if group else ("td", None)
+        cells.append(tag(name, group, colspan=len(list(members)), scope=scope))
+    return [tag("tr", *cells, class_="groups")]
 
 
-def _table_cell(stack: _Stack, numeric: bool, first: bool, dot: bool) -> str:
+def _table_cell(stack: _Stack, numeric: bool, first: bool, dot: bool) -> Markup:
     cell = stack.ours
     flags = {
         "number": numeric,
@@ -129,13 +119,12 @@ def _table_cell(stack: _Stack, numeric: bool, first: bool, dot: bool) -> str:
         "best": cell.best,
         "muted": cell.muted,
     }
-    classes = " ".join(name for name, wanted in flags.items() if wanted)
-    kind = f' class="{classes}"' if classes else ""
-    sort = f' data-sort="{escape(str(cell.sort))}"' if cell.sort is not None else ""
-    mark = '<i class="swatch" aria-hidden="true"></i>' if first and dot else ""
-    tag, scope = ("th", ' scope="row"') if first else ("td", "")
-    theirs = ""
+    swatch = [tag("i", class_="swatch", aria_hidden="true")] if first and dot else []
+    parts: list[str] = [*swatch, cell.text]
     if stack.theirs is not None:
         best = " best" if stack.theirs.best else ""
-        theirs = f'<small class="theirs{best}">{escape(stack.theirs.text)}</small>'
-    return f"<{tag}{scope}{kind}{sort}>{mark}{escape(cell.text)}{theirs}</{tag}>"
+        parts.append(tag("small", stack.theirs.text, class_=f"theirs{best}"))
+    name, scope = ("th", "row") if first else ("td", None)
+    classes = " ".join(flag for flag, wanted in flags.items() if wanted)
+    sort = None if cell.sort is None else str(cell.sort)
+    return tag(name, *parts, scope=scope, class_=classes, data_sort=sort)

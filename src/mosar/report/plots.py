@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
@@ -34,11 +35,13 @@ _FILLS = {
     "sum": "#ffffff",
 }
 _ROUTER = "#d55e00"
+# A name with dollar signs is no formula.
+_STYLE: dict[Any, Any] = STYLE | {"text.parse_math": False}
 
 
 def draw_chart(chart: Chart) -> Figure:
     """A chart with its legend at the right."""
-    with mpl.rc_context(STYLE):
+    with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(7.2, 4.0), layout="constrained")
         axes = figure.add_subplot()
         low, high = y_domain(chart)
@@ -111,7 +114,7 @@ def _place_ticks(axes: Axes, chart: Chart, low: float, high: float) -> None:
 
 def draw_bars(bars: Bars) -> Figure:
     """Stacked shares, a panel a side."""
-    with mpl.rc_context(STYLE):
+    with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(7.2, 3.2), layout="constrained")
         for index, (title, panel) in enumerate(bars.panels):
             axes = figure.add_subplot(1, len(bars.panels), index + 1)
@@ -133,7 +136,7 @@ def draw_bars(bars: Bars) -> Figure:
 
 def draw_supports(grids: Sequence[SupportGrid]) -> Figure:
     """Grids of cells side by side."""
-    with mpl.rc_context(STYLE):
+    with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(2.6 * len(grids), 3.0), layout="constrained")
         for index, grid in enumerate(grids):
             axes = figure.add_subplot(1, len(grids), index + 1)
@@ -153,14 +156,14 @@ def draw_supports(grids: Sequence[SupportGrid]) -> Figure:
             axes.set_yticks([])
             axes.spines[:].set_visible(False)
             axes.set_title(grid.title, fontsize=10.5, loc="left")
-            axes.set_xlabel(f"keys → · ρ = {grid.density:.3f}", fontsize=9.5)
+            axes.set_xlabel(f"keys → · {grid.remark}", fontsize=9.5)
         figure.axes[0].set_ylabel("← queries", fontsize=9.5)
     return figure
 
 
 def draw_diagram(diagram: Diagram) -> Figure:
     """The decoder with its routers."""
-    with mpl.rc_context(STYLE):
+    with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(WIDTH / 90, HEIGHT / 90))
         axes = figure.add_axes((0, 0, 1, 1))
         axes.set(xlim=(0, WIDTH), ylim=(HEIGHT, 0))

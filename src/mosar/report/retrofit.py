@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mosar.records import RetrofitEvaluation, RetrofitSpeed, read_records
+from mosar.report.markup import markdown
 
 DESCRIPTION, RECORDS = "adapter.json", "evaluations/retrofit.jsonl"
 REPORT, FIGURE = "report.md", "frontier.png"
@@ -128,7 +129,7 @@ def retrofit_markdown(runs: Sequence[RetrofittedRun], *, figure: bool = False) -
     """Tables of perplexity, density, lost attention, frontier, times, cache; layers of one run."""
     base = runs[0].description["base"]
     parts = [
-        f"# {Path(base['source']).name or base['architecture']}, retrofitted\n",
+        f"# {markdown(Path(base['source']).name or base['architecture'])}, retrofitted\n",
         _intro(runs[0].description),
         _perplexity(_of_one_text(runs)),
         _frontier_table(runs, figure),
@@ -152,11 +153,12 @@ def _lengths(runs: Sequence[RetrofittedRun]) -> list[int]:
 def _intro(description: dict[str, Any]) -> str:
     geometry, base = description["geometry"], description["base"]
     regimes = ", ".join(f"{r['name']} {r['reach']:g}" for r in geometry["regimes"])
-    return (
+    said = (
         f"{base['architecture']}, {base['parameters']:,} parameters, frozen. Regimes (reach): "
         f"{regimes}; composition {geometry['composition']}, {geometry['routing_groups']} routing "
-        f"groups, {geometry['num_sinks']} sinks. Weights checksum {base['checksum'][:16]}.\n"
+        f"groups, {geometry['num_sinks']} sinks. Weights checksum {base['checksum'][:16]}."
     )
+    return f"{markdown(said)}\n"
 
 
 def _perplexity(runs: Sequence[RetrofittedRun]) -> str:
@@ -174,7 +176,7 @@ def _perplexity(runs: Sequence[RetrofittedRun]) -> str:
             name = _routing_name(run, record, len(runs) > 1)
             if (length, name) not in shown:
                 shown.add((length, name))
-                lines.append(_perplexity_row(record, name, dense))
+                lines.append(_perplexity_row(record, markdown(name), dense))
     return "\n".join(lines) + "\n"
 
 
@@ -203,8 +205,9 @@ def _frontier_table(runs: Sequence[RetrofittedRun], figure: bool) -> str:
         for point in learned:
             same = gap_at(windows, point.density)
             if same is not None:
+                name = markdown(point.name)
                 lines.append(
-                    f"| {length:,} | {point.name} | {point.density:.3f} | {100 * point.gap:+.2f} % "
+                    f"| {length:,} | {name} | {point.density:.3f} | {100 * point.gap:+.2f} % "
                     f"| {100 * same:+.2f} % | {same / point.gap if point.gap > 0 else 0:.1f}× |"
                 )
     if not lines and not figure:
@@ -247,7 +250,7 @@ def _speed_row(row: RetrofitSpeed, name: str | None) -> str:
     dense, sparse = (row.cache_bytes[routing] / 2**20 for routing in ("dense", "sparse"))
     cells = [
         f"{row.length:,}",
-        *([] if name is None else [name]),
+        *([] if name is None else [markdown(name)]),
         *(f"{ms / 1e3:.2f}" for ms in prefill),
         f"{prefill[0] / prefill[1]:.2f}×",
         *(f"{ms:.1f}" for ms in decode),

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mosar.core.config import MoSARConfig
-from mosar.report.charts import Bars, Chart
+from mosar.report.charts import Bars, Chart, Named
 from mosar.report.claims import Claim, judged_claims
 from mosar.report.comparison import Comparison
 from mosar.report.curves import (
@@ -69,11 +69,10 @@ class Text:
     text: str
 
 
-@dataclass(frozen=True)
-class Switch:
+@dataclass(frozen=True, kw_only=True)
+class Switch(Named):
     """Several of a kind, one shown at a time."""
 
-    name: str
     label: str
     options: tuple[tuple[str, Any], ...]
     initial: int = 0
@@ -195,21 +194,21 @@ def _mechanism(c: Comparison) -> Section:
             short="Mechanism",
         )
     routed = routed_grids(c, variant) if variant else []
-    tokens = routed[0].tokens if routed else min(config.max_length, 2048)
-    fixed = fixed_grids(config, tokens)
-    block = fixed[0].block
-    each = "a cell is one pair" if block == 1 else f"a cell is {block} × {block} pairs"
+    fixed = fixed_grids(config)
     source = (
-        "Each of the first is the support if every token has that regime; the last is what the "
-        "trained model chose for the first tokens of the evaluation text."
+        "Each of the first is the support if every token has that regime, over the "
+        f"{config.max_length:,} tokens of the training length; the last is what the trained model "
+        f"chose for the first {routed[0].tokens:,} tokens of the evaluation text."
         if routed
-        else "Each is the support if every token has that regime. No evaluation kept the choices "
+        else "Each is the support if every token has that regime, over the "
+        f"{config.max_length:,} tokens of the training length. No evaluation kept the choices "
         "of a trained model."
     )
+    sides = " or ".join(f"{n} × {n}" for n in sorted({grid.block for grid in (*fixed, *routed)}))
     supports = Supports(
         "Supports as cells",
-        f"Which keys (columns) are in the support of each query (row), over {tokens:,} tokens; "
-        f"{each}, and its shade the share that is inside. {source}",
+        "Which keys (columns) are in the support of each query (row). A cell is a square of "
+        f"{sides} pairs, and its shade the share that is inside. {source}",
         tuple(fixed),
         tuple(routed),
         median_layer(routed),
@@ -251,7 +250,7 @@ def _geometry(c: Comparison) -> Section:
             if not (bars := regime_shares(c, variant, factor)).empty
         ]
         if options:
-            items.append(Switch(f"shares-{variant}", "length", tuple(options)))
+            items.append(Switch(name=f"shares-{variant}", label="length", options=tuple(options)))
     items += _shown([density_by_length(c), reach_by_length(c)])
     return Section("geometry", "The learned geometry", tuple(items), short="Geometry")
 
@@ -269,7 +268,7 @@ def _sparse(c: Comparison) -> Section:
         if not (chart := discarded_mass(c, variant)).empty
     ]
     items.append(
-        Switch("mass", "variant", tuple(masses))
+        Switch(name="mass", label="variant", options=tuple(masses))
         if masses
         else Missing("The discarded mass was not measured.")
     )
@@ -291,7 +290,7 @@ def _position(c: Comparison) -> Section:
     if not options:
         items: tuple[Item, ...] = (Missing("No evaluation has perplexities by position."),)
     else:
-        items = (Switch("position", "length", tuple(options)),)
+        items = (Switch(name="position", label="length", options=tuple(options)),)
     return Section("position", "Perplexity by position", items, short="Position")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
 from typing import NamedTuple
 
@@ -101,13 +102,20 @@ def _best(c: Comparison) -> str:
     if c.longest is None or len(c.evaluated) < 2:
         return ""
     found = {name: c.estimate(Setting(name, c.longest)) for name in c.evaluated}
-    means = {name: estimate.mean for name, estimate in found.items() if estimate}
-    if len(means) < 2:
+    estimates = {name: estimate for name, estimate in found.items() if estimate}
+    # A seed makes all variants better or worse alike.
+    shared = set.intersection(*(set(estimate.values) for estimate in estimates.values()))
+    if len(estimates) < 2 or not shared:
         return ""
+    means = {
+        name: statistics.fmean(estimate.values[seed] for seed in shared)
+        for name, estimate in estimates.items()
+    }
     first, second = sorted(means, key=lambda name: means[name])[:2]
     looks = variant_looks(c.evaluated)
     return (
-        f"The lowest perplexity at {times(c.longest)} is {looks[first].label}'s "
+        f"Over the {plural(len(shared), 'seed')} that all variants have, the lowest perplexity at "
+        f"{times(c.longest)} is {looks[first].label}'s "
         f"({perplexity(means[first])}), before {looks[second].label}'s "
         f"({perplexity(means[second])})."
     )
@@ -169,12 +177,12 @@ def _claims(c: Comparison) -> str:
         for verdict, words in (
             ("holds", "hold" if counts["holds"] != 1 else "holds"),
             ("fails", "do not" if counts["fails"] != 1 else "does not"),
-            ("noise", "are within noise" if counts["noise"] != 1 else "is within noise"),
+            ("unclear", "cannot be told"),
         )
         if counts[verdict]
     ]
-    rest = f"; {counts['unmeasured']} could not be judged" if counts["unmeasured"] else ""
-    return f"Of {plural(judged, 'claim')} that could be judged, {listed(said)}{rest}."
+    rest = f"; {counts['unmeasured']} were not measured" if counts["unmeasured"] else ""
+    return f"Of {plural(judged, 'claim')} with figures, {listed(said)}{rest}."
 
 
 def tiles(c: Comparison) -> list[Tile]:

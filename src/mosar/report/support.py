@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 from string import ascii_uppercase, digits
 
 import torch
@@ -19,10 +18,14 @@ from mosar.core.config import MoSARConfig
 from mosar.core.hard_domain import build_hard_domain
 from mosar.records import EvaluationRecord
 from mosar.report.comparison import Comparison
+from mosar.report.elements import Markup, tag
 from mosar.report.formats import percent
 from mosar.report.palette import VARIANTS, Look, regime_looks, variant_looks
+from mosar.report.svg import colour
 
 MAX_CELLS = 48
+# Of a longer text every second, third, … token is drawn.
+_MAX_DRAWN = 2048
 _SHADES = (0.22, 0.45, 0.7, 1.0)
 
 
@@ -43,21 +46,28 @@ class SupportGrid:
     def size(self) -> int:
         return len(self.shares)
 
+    @property
+    def remark(self) -> str:
+        return f"ρ = {self.density:.3f} · {self.tokens:,} tokens"
 
-def fixed_grids(config: MoSARConfig, tokens: int) -> list[SupportGrid]:
-    """Every token in the same regime, for each regime."""
+
+def fixed_grids(config: MoSARConfig) -> list[SupportGrid]:
+    """Every token of a text of the training length in the same regime, for each regime."""
     looks = list(regime_looks(regime.name for regime in config.regimes).values())
     known = {"S": VARIANTS["fixed-s"], "M": VARIANTS["fixed-m"]}
-    grids = []
+    grids, tokens = [], config.max_length
     for index, regime in enumerate(config.regimes):
-        labels = torch.full((tokens,), index)
+        labels = torch.full((math.ceil(tokens / _stride(tokens)),), index)
         look = known.get(regime.name, looks[index])
-        grids.append(_grid(f"every token {regime.name}", look, labels, labels, config))
+        grids.append(_grid(f"every token {regime.name}", look, labels, labels, config, tokens))
     return grids
 
 
 def routed_grids(c: Comparison, variant: str) -> list[SupportGrid]:
-    """What a trained model chose for the first tokens of the evaluation text, a grid a layer."""
+    """What a trained model chose for the first tokens of the evaluation text, one grid per layer.
+
+    A record may hold fewer tokens than the training length.
+    """
     config, record = c.geometry(variant), example_record(c, variant)
     if config is None or record is None:
         return []
@@ -70,10 +80,13 @@ def routed_grids(c: Comparison, variant: str) -> list[SupportGrid]:
     for layer, (query, key) in enumerate(sides, start=1):
         if len(query) != len(key) or not query or not set(query + key) <= set(letters):
             return []
+        tokens = len(query)
         of_query, of_key = (
-            torch.tensor([letters.index(letter) for letter in side]) for side in (query, key)
+            torch.tensor([letters.index(letter) for letter in side[:: _stride(tokens)]])
+            for side in (query, key)
         )
-        grids.append(_grid(f"{look.label}, layer {layer}", look, of_query, of_key, config))
+        title = f"{look.label}, layer {layer}"
+        grids.append(_grid(title, look, of_query, of_key, config, tokens))
     return grids
 
 
@@ -97,24 +110,34 @@ def _letters(names: Sequence[str]) -> list[str]:
     return taken
 
 
-def _grid(title: str, look: Look, query: Tensor, key: Tensor, config: MoSARConfig) -> SupportGrid:
-    domain = build_hard_domain(query[None], key[None], config)
-    assert domain.mask is not None
-    mask = domain.mask[0]
-    tokens = len(mask)
-    block = math.ceil(tokens / MAX_CELLS)
-    size = math.ceil(tokens / block)
-    causal = torch.ones_like(mask).tril()
+def _grid(
+    title: str, look: Look, query: Tensor, key: Tensor, config: MoSARConfig, tokens: int
+) -> SupportGrid:
+    """`query` and `key` are the labels of the drawn ones of `tokens` tokens."""
+    stride = _stride(tokens)
+    positions = stride * torch.arange(len(query))[None]
+    domain = build_hard_domain(
+        query[None], key[None], config, query_positions=positions, key_positions=positions
+    )
+    mask = domain.mask
+    assert mask is not None
+    mask, causal = mask[0], torch.ones_like(mask[0]).tril()
+    block = math.ceil(len(query) / MAX_CELLS)
+    size = math.ceil(len(query) / block)
     inside, all_pairs = (_sums(m, block, size) for m in (mask, causal))
     shares = (inside / all_pairs.clamp_min(1)).tolist()
     return SupportGrid(
         title=title,
         look=look,
         tokens=tokens,
-        block=block,
+        block=block * stride,
         density=float(mask.sum() / causal.sum()),
         shares=tuple(tuple(row[: index + 1]) for index, row in enumerate(shares)),
     )
+
+
+def _stride(tokens: int) -> int:
+    return math.ceil(tokens / _MAX_DRAWN)
 
 
 def _sums(mask: Tensor, block: int, size: int) -> Tensor:
@@ -133,7 +156,7 @@ def opacity(index: int) -> float:
     return _SHADES[index]
 
 
-def grid_svg(grid: SupportGrid) -> str:
+def grid_svg(grid: SupportGrid) -> Markup:
     """The grid as SVG, a cell a unit; runs of the same shade are one rectangle."""
     paths: list[list[str]] = [[] for _ in _SHADES]
     for row, shares in enumerate(grid.shares):
@@ -150,15 +173,21 @@ def grid_svg(grid: SupportGrid) -> str:
     stairs = "M0 0" + "".join(f"H{i + 1}V{i + 1}" for i in range(n)) + "H0Z"
     label = (
         f"{grid.title}: {percent(grid.density * 100, signed=False)} of the causal pairs of "
-        f"{grid.tokens} tokens are inside the support"
+        f"{grid.tokens:,} tokens are inside the support"
     )
-    cells = "".join(
-        f'<path class="cells" fill-opacity="{_SHADES[i]}" d="{"".join(path)}"/>'
+    cells = [
+        tag("path", class_="cells", fill_opacity=_SHADES[i], d="".join(path))
         for i, path in enumerate(paths)
         if path
-    )
-    return (
-        f'<svg class="support" viewBox="-0.3 -0.3 {n + 0.6:g} {n + 0.6:g}" role="img" '
-        f'aria-label="{escape(label)}" style="--l:{grid.look.light};--d:{grid.look.dark}">'
-        f'<path class="ground" d="{stairs}"/>{cells}<path class="net" d="{lines}"/></svg>'
+    ]
+    return tag(
+        "svg",
+        tag("path", class_="ground", d=stairs),
+        *cells,
+        tag("path", class_="net", d=lines),
+        class_="support",
+        viewBox=f"-0.3 -0.3 {n + 0.6:g} {n + 0.6:g}",
+        role="img",
+        aria_label=label,
+        style=colour(grid.look),
     )

@@ -46,17 +46,19 @@ def write_report(folder: Path | str, out: Path | str | None = None) -> Path:
     figures = out / "figures"
     try:
         figures.mkdir(parents=True, exist_ok=True)
+        if figures.resolve().parent != out.resolve():
+            raise ReportError(f"{figures} leads out of the report's folder; remove that link")
         stale = _former_figures(out / PAGE)
         names = []
         for name, figure in _figures(c, sections):
             for suffix in _FORMATS:
                 names.append(f"{name}.{suffix}")
-                _write(figures / names[-1], render_figure(figure, suffix, dpi=160))
+                _write(figures, names[-1], render_figure(figure, suffix, dpi=160))
         for name in stale - set(names):
             (figures / name).unlink(missing_ok=True)
-        _write(out / "tables.md", markdown_tables(tables, experiment.name).encode())
-        _write(out / "tables.tex", latex_tables(tables).encode())
-        _write(out / PAGE, render_page(c, sections, names).encode())
+        _write(out, "tables.md", _encoded(markdown_tables(tables, experiment.name)))
+        _write(out, "tables.tex", _encoded(latex_tables(tables)))
+        _write(out, PAGE, _encoded(render_page(c, sections, names)))
     except OSError as error:
         raise ReportError(f"cannot write {error.filename or out}: {error.strerror}") from None
     return out / PAGE
@@ -69,7 +71,8 @@ def _former_figures(page: Path) -> set[str]:
     except OSError:
         return set()
     found = re.search(r'<meta name="figures" content="([\w. -]*)">', text)
-    return set(found[1].split()) if found else set()
+    names = found[1].split() if found else []
+    return {name for name in names if name.endswith(_FORMATS)}
 
 
 def _figures(c: Comparison, sections: Iterable[Section]) -> Iterable[tuple[str, Figure]]:
@@ -108,11 +111,18 @@ def _item_figures(c: Comparison, item: Any) -> Iterable[tuple[str, Figure]]:
             yield "architecture", draw_diagram(item.diagram)
 
 
-def _write(path: Path, data: bytes) -> None:
-    """Whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+def _encoded(text: str) -> bytes:
+    """JSON may hold halves of characters, which no file can: a question mark instead."""
+    return text.encode("utf-8", "replace")
+
+
+def _write(folder: Path, name: str, data: bytes) -> None:
+    """A file of `folder`, whole or not at all; a name that leads elsewhere is refused."""
+    if name != os.path.basename(name):
+        raise ReportError(f"a report does not write outside of its folder: {name!r:.80}")
+    temporary = folder / f".{name}.{os.getpid()}.tmp"
     try:
         temporary.write_bytes(data)
-        os.replace(temporary, path)
+        os.replace(temporary, folder / name)
     finally:
         temporary.unlink(missing_ok=True)
