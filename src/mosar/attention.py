@@ -117,6 +117,7 @@ def distance_attention(
     v: Tensor,
     *,
     log_gate: Tensor | None = None,
+    log_gate_extends: bool = False,
     slopes: Tensor | None = None,
     scale: float | None = None,
     softcap: float | None = None,
@@ -132,7 +133,8 @@ def distance_attention(
     """Dense causal attention whose bias depends on distance alone: log_gate[h, d] - slopes[h] d.
 
     log_gate [1 or Hq, max_distance + 1] must cover every distance that occurs (a window bounds
-    them); where it is -inf the pair does not exist. slopes [Hq] are ALiBi's, positive.
+    them), unless `log_gate_extends`: then its last entry holds for all farther ones too. Where it
+    is -inf the pair does not exist. slopes [Hq] are ALiBi's, positive.
     Everything else is as in `mosar_attention`.
     """
     layout = check_attention_inputs(
@@ -148,7 +150,7 @@ def distance_attention(
         key_valid=key_valid,
         segment_ids=segment_ids,
     )
-    _check_distance_bias(q, layout, log_gate, slopes)
+    _check_distance_bias(q, layout, log_gate, log_gate_extends, slopes)
     learned = [
         name
         for name, bias in (("log_gate", log_gate), ("slopes", slopes))
@@ -219,7 +221,11 @@ def _simplex_fault(values: Tensor) -> str | None:
 
 
 def _check_distance_bias(
-    q: Tensor, layout: Layout, log_gate: Tensor | None, slopes: Tensor | None
+    q: Tensor,
+    layout: Layout,
+    log_gate: Tensor | None,
+    log_gate_extends: bool,
+    slopes: Tensor | None,
 ) -> None:
     heads = q.shape[1]
     for name, tensor in (("log_gate", log_gate), ("slopes", slopes)):
@@ -252,12 +258,13 @@ def _check_distance_bias(
                     f"{name} must be smaller than {_LARGEST_BIAS:g} in magnitude"
                     f"{' (or -inf)' if name == 'log_gate' else ''}, got {values[refused][0]:g}"
                 )
-    if log_gate is not None and (layout.is_ordinary or can_check_values(q)):
+    bounded = log_gate is not None and not log_gate_extends
+    if bounded and (layout.is_ordinary or can_check_values(q)):
         farthest = layout.max_distance()
         if farthest >= log_gate.shape[1]:
             raise ValueError(
                 f"log_gate covers distances up to {log_gate.shape[1] - 1}, but a pair at distance "
-                f"{farthest} exists; give a longer table or a window"
+                f"{farthest} exists; give a longer table, a window, or log_gate_extends=True"
             )
 
 

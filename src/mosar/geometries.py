@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
 from numbers import Integral
 from typing import Any, NamedTuple
 
@@ -23,15 +22,10 @@ from torch import Tensor, nn
 from mosar.attention import Routing, distance_attention, mosar_attention
 from mosar.core.config import Composition, MoSARConfig, Regime
 from mosar.core.outputs import RouterOutput
-from mosar.core.positional import (
-    alibi_slopes,
-    next_power_of_two,
-    positions_in_segments,
-    rotate,
-    rotation,
-)
-from mosar.core.regimes import RegimeKernel
-from mosar.core.routers import PostPositionRouter, top1_routing
+from mosar.core.positional import alibi_slopes, positions_in_segments, rotate, rotation
+from mosar.core.regimes import RegimeKernel, gate_extent
+from mosar.core.routers import PostPositionRouter, forced_routing, top1_routing
+from mosar.kernels.tables import has_table, kept_table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,14 +262,24 @@ class Fixed(Rope):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, *, routing: Routing, **options: Any
     ) -> Attended:
-        at_q = options["query_positions"]
-        if at_q is None:
-            at_q = options["key_positions"]
-        length = next_power_of_two(k.shape[2] if at_q is None else int(at_q.max()) + 1)
-        log_gate = _log_gate(self.config, self.regime, length).to(q.device, _wide(q))
+        if not has_table(self.config):
+            # So far a reach is a case for the operator that computes gates.
+            pi_q, pi_k = (
+                forced_routing(
+                    self.config, self.regime, *x.shape[:3:2], dtype=_wide(q), device=q.device
+                )
+                for x in (q, k)
+            )
+            routing = "sparse" if routing == "sparse" else "top1"
+            return mosar_attention(
+                q, k, v, pi_q, pi_k, self.config, routing=routing, **options
+            ), None
+        log_gate = _log_gate(self.config, self.regime).to(q.device, _wide(q))
         everywhere = routing != "sparse" or self.regime == self.config.global_index
         window = None if everywhere else self.config.regimes[self.regime].reach
-        out = distance_attention(q, k, v, log_gate=log_gate, window=window, **options)
+        out = distance_attention(
+            q, k, v, log_gate=log_gate, log_gate_extends=True, window=window, **options
+        )
         return out, None
 
 
@@ -434,13 +438,11 @@ def _regime(attention: AttentionConfig, config: MoSARConfig) -> int:
     return config.regime_index(attention.regime)
 
 
-@lru_cache(maxsize=16)
-def _log_gate(config: MoSARConfig, regime: int, length: int) -> Tensor:
-    """log g_mm(d) for d = 0 .. length - 1, [1, length] float64."""
-    # The first call may be an evaluation, a later one trains with the same table.
-    with torch.inference_mode(False), torch.device("cpu"):
-        gate = RegimeKernel(config)(torch.arange(length), torch.float64)[:, regime, regime]
-        return gate.log()[None]
+@kept_table
+def _log_gate(config: MoSARConfig, regime: int) -> Tensor:
+    """log g_mm(d) by distance, [1, length] float64; constant past its end."""
+    distances = torch.arange(gate_extent(config))
+    return RegimeKernel(config)(distances, torch.float64)[:, regime, regime].log()[None]
 
 
 GEOMETRIES: dict[str, type[Geometry]] = {

@@ -19,6 +19,9 @@ from torch import Tensor
 
 from mosar.core.layout import can_check_values
 
+# Tables of so many positions are always worth their memory.
+_SHORT_TABLE = 1 << 16
+
 
 def rotation(
     positions: Tensor,
@@ -31,14 +34,17 @@ def rotation(
     """cos and sin of the angles at `positions` [B or 1, T], each [B or 1, T, 1, D/2].
 
     The highest `fraction` of the frequencies rotates. Positions need not be integers; where they
-    are and reading them is free, the rows come from a table that is made once.
+    are and reading them is free, the rows come from a table that is made once, unless they are few
+    and far.
     """
+    settings = (head_dim, theta, fraction, dtype)
+    length = 0
     if can_check_values(positions) and not positions.is_floating_point():
         length = next_power_of_two(int(positions.max()) + 1)
-        cos, sin = _rotation_table(length, head_dim, theta, fraction, dtype)
-        cos, sin = cos[positions], sin[positions]
+    if 0 < length <= max(_SHORT_TABLE, 4 * positions.numel()):
+        cos, sin = (table[positions] for table in _rotation_table(length, *settings))
     else:
-        cos, sin = _cos_sin(positions, head_dim, theta, fraction, dtype)
+        cos, sin = _cos_sin(positions, *settings)
     return cos[:, :, None], sin[:, :, None]
 
 

@@ -9,6 +9,7 @@ Shapes: R regimes; tables are [query regime, key regime].
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -43,6 +44,15 @@ def pair_geometry(config: MoSARConfig, device: torch.device | None = None) -> Pa
 def _filled(numbers: list[float], device: torch.device | None) -> Tensor:
     """Made on the device, not copied there: a copy waits for it."""
     return torch.stack([torch.full((), x, dtype=torch.float64, device=device) for x in numbers])
+
+
+def gate_extent(config: MoSARConfig) -> int:
+    """From this distance on no gate changes any more; a plain number, which torch.compile needs."""
+    check_config(config)
+    *_, second, last = (regime.reach for regime in config.regimes)
+    # The global pair itself never falls.
+    farthest = {"mean": (second + last) / 2, "min": second, "max": last}[config.composition]
+    return math.floor(farthest) + 2
 
 
 def support_reach(config: MoSARConfig, device: torch.device | None = None) -> Tensor:
@@ -81,9 +91,16 @@ def pair_gates(
     distances: Tensor, pairs: PairGeometry, config: MoSARConfig, dtype: torch.dtype
 ) -> Tensor:
     """g_mn(d) of distances of any shape, [..., R, R], evaluated in float64 and rounded once."""
-    excess = distances.double().clamp_min(0)[..., None, None] - pairs.plateau
-    step = pairs.transition == 0
-    progress = torch.where(step, (excess > 0).double(), excess / pairs.transition.clamp_min(1e-300))
-    gate = torch.exp(-config.barrier * progress.clamp(0, 1) ** config.exponent)
+    gate = falling_gate(distances[..., None, None], pairs.plateau, pairs.transition, config)
     gate[..., -1, -1] = 1.0
     return gate.to(dtype)
+
+
+def falling_gate(
+    distances: Tensor, plateau: Tensor, transition: Tensor, config: MoSARConfig
+) -> Tensor:
+    """The gate of pairs other than the global one, in float64; all three broadcast."""
+    excess = distances.double().clamp_min(0) - plateau
+    step = transition == 0
+    progress = torch.where(step, (excess > 0).double(), excess / transition.clamp_min(1e-300))
+    return torch.exp(-config.barrier * progress.clamp(0, 1) ** config.exponent)

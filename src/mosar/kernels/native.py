@@ -21,13 +21,14 @@ from mosar.core.regimes import pair_geometry
 from mosar.kernels.autograd import GEOMETRY, NONE, TABLE, WORTH, register_attention
 from mosar.kernels.build import NativeBuildError, load_library
 from mosar.kernels.plan import Plan, PlanInput, dense_plan_input, sparse_plan_input
-from mosar.kernels.tables import gate_table, kept_table, routing_with_sinks, table_length
+from mosar.kernels.tables import gate_table, has_table, kept_table, routing_with_sinks
 
 # As in csrc/attention.h: entries before and after each table row, so that vector loads stay inside.
 _TABLE_PAD = 32
 # Stands for -inf in tables: exp2 of it is 0, and sums of it stay finite.
 _NEVER = -1e30
-_FLAT = 1e30
+# A plateau that no distance leaves.
+_BOUNDLESS = float(torch.iinfo(torch.int32).max)
 # Up to this many keys sparse routing takes the dense pass with hard gates (docs/log.md has the
 # measurement).
 _FEW_KEYS = 384
@@ -77,13 +78,12 @@ def sparse_attention(
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
     """Only the pairs of the support, labels [B, T] or [B, Gr, T]; output and log-sum-exp."""
-    if labels_k.shape[-1] <= _FEW_KEYS:
+    if has_table(config) and _is_short(labels_k.shape[-1]):
         # So short a context is nearly full: one dense pass whose gates end at the reach is quicker.
         one_hot = _identity(config.num_regimes)
         pi_q, pi_k = one_hot[labels_q], one_hot[labels_k]
         return _worth_attention(q, k, v, pi_q, pi_k, config, layout, scale, softcap, hard=True)
     plan = build_native_plan(sparse_plan_input(labels_q, labels_k, config, layout))
-    length = table_length(config, layout)
     groups = labels_q.shape[1] if labels_q.dim() == 3 else 1
     return _attend(
         q,
@@ -93,11 +93,21 @@ def sparse_attention(
         bias=GEOMETRY,
         groups=groups,
         geometry=_geometry(config),
-        table=None if config.exponent == 2 else _log_gates(config, length),
+        table=_log_gates(config) if config.exponent != 2 and has_table(config) else None,
         barrier=config.barrier,
+        exponent=config.exponent,
         scale=scale,
         softcap=softcap,
     )
+
+
+def _is_short(num_keys: int) -> bool:
+    """Not of a length that torch.compile or torch.export leaves open: no graph is bound by it."""
+    if not torch.compiler.is_compiling():
+        return num_keys <= _FEW_KEYS
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(num_keys <= _FEW_KEYS)
 
 
 def worth_attention(
@@ -138,7 +148,10 @@ def _worth_attention(
         groups=pi_q.shape[1],
         pi_q=pi_q,
         pi_k=pi_k,
-        table=(_hard_gates if hard else _gates)(config, table_length(config, layout)),
+        table=(_hard_gates if hard else _gates)(config) if has_table(config) else None,
+        geometry=None if has_table(config) else _geometry(config),
+        barrier=config.barrier,
+        exponent=config.exponent,
         epsilon=0.0 if hard else config.epsilon,
         scale=scale,
         softcap=softcap,
@@ -192,6 +205,7 @@ def _attend(
     table: Tensor | None = None,
     slopes: Tensor | None = None,
     barrier: float = 0.0,
+    exponent: float = 2.0,
     epsilon: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     def as_float(x: Tensor) -> Tensor:
@@ -220,6 +234,7 @@ def _attend(
         1 / math.sqrt(q.shape[-1]) if scale is None else float(scale),
         0.0 if softcap is None else float(softcap),
         barrier,
+        exponent,
         epsilon,
     )
     trains = torch.is_grad_enabled() and any(
@@ -241,36 +256,40 @@ def _identity(num_regimes: int) -> Tensor:
 
 @kept_table
 def _geometry(config: MoSARConfig) -> Tensor:
-    """(plateau, 1 / transition) per (label, class), [R, C, 2]; boundless pairs are all plateau."""
+    """(plateau, 1 / transition) per (label, class), [R, C, 2] float64.
+
+    Boundless pairs are all plateau; a step (transition 0) falls after its last whole distance.
+    """
     pairs = pair_geometry(config)
-    inverse = torch.where(pairs.transition > 0, 1 / pairs.transition.clamp_min(1e-30), 0.0)
-    plateau = pairs.plateau.clone()
-    plateau[-1, -1], inverse[-1, -1] = _FLAT, 0.0
-    table = torch.stack([plateau, inverse], dim=-1)
+    plateau = torch.where(pairs.transition == 0, pairs.plateau.floor(), pairs.plateau)
+    # The kernels multiply by it in float32, where 1e30 is as good as infinite.
+    inverse = 1 / pairs.transition.clamp_min(1e-30)
+    table = torch.stack([plateau.clamp_max(_BOUNDLESS), inverse], dim=-1)
+    boundless = torch.tensor([_BOUNDLESS, 0.0], dtype=table.dtype)
+    table[-1, -1] = boundless
     if config.num_sinks:
-        sink = torch.tensor([_FLAT, 0.0], dtype=table.dtype).expand(config.num_regimes, 1, 2)
-        table = torch.cat([table, sink], dim=1)
-    return table.float().contiguous()
+        table = torch.cat([table, boundless.expand(config.num_regimes, 1, 2)], dim=1)
+    return table.contiguous()
 
 
 @kept_table
-def _gates(config: MoSARConfig, length: int) -> Tensor:
+def _gates(config: MoSARConfig) -> Tensor:
     """Gates by distance per (regime, column), padded, [R * C, length]; constant past its end."""
-    return _padded(gate_table(config, length).flatten(0, 1))
+    return _padded(gate_table(config).flatten(0, 1))
 
 
 @kept_table
-def _hard_gates(config: MoSARConfig, length: int) -> Tensor:
+def _hard_gates(config: MoSARConfig) -> Tensor:
     """The gates with 0 beyond the reach: worth 0 means that the pair does not exist."""
-    gates = _gates(config, length)
+    gates = _gates(config)
     distances = torch.arange(gates.shape[1]) - _TABLE_PAD
     return gates.masked_fill(distances > class_reach(config).reshape(-1, 1), 0.0)
 
 
 @kept_table
-def _log_gates(config: MoSARConfig, length: int) -> Tensor:
+def _log_gates(config: MoSARConfig) -> Tensor:
     """log2 of the gates per (label, class), for exponents other than 2."""
-    return _gates(config, length).double().log2().float()
+    return _gates(config).double().log2().float()
 
 
 def _padded(rows: Tensor) -> Tensor:

@@ -1,6 +1,9 @@
 """Gates as tables by distance, and the routing that mixes them.
 
-Tables depend on a configuration alone: they are made once per configuration and kept.
+Tables depend on a configuration alone: they are made once per configuration and kept. Gates are
+constant beyond the longest reach, so a table ends there, and farther distances read its last entry:
+how far apart tokens stand does not matter. Where the reach itself is far there is no table, and the
+kernels compute each gate.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from torch import Tensor
 
 from mosar.core.config import MoSARConfig
 from mosar.core.layout import Layout
-from mosar.core.regimes import pair_gates, pair_geometry
+from mosar.core.regimes import gate_extent, pair_gates, pair_geometry
 
 P = ParamSpec("P")
 
@@ -58,41 +61,24 @@ def on_device(device: torch.device, make: Callable[..., Tensor], *arguments: Has
     return _kept_on(device, make, *arguments)
 
 
-# Tables up to this length are made whole; longer ones only as far as distances go.
-_SHORT_TABLE = 1 << 16
+# Longer tables are not made: gates are computed instead.
+_LONGEST_TABLE = 1 << 16
 
 
-def table_length(config: MoSARConfig, layout: Layout) -> int:
-    """How many distances a table of gates must hold for the pairs of `layout`."""
-    whole = _whole_length(config)
-    if whole <= _SHORT_TABLE:
-        return whole
-    farthest = layout.key_positions.shape[1]
-    if not layout.default_positions:
-        farthest = int(layout.query_positions.max()) + 1
-    # A power of two, so that growing contexts share a few tables.
-    return min(whole, 1 << (farthest + 1).bit_length())
-
-
-def _whole_length(config: MoSARConfig) -> int:
-    """In plain numbers: torch.compile traces no tensor's value. The global pair needs no table."""
-    *_, second, last = (regime.reach for regime in config.regimes)
-    farthest = {"mean": (second + last) / 2, "min": second, "max": last}[config.composition]
-    return int(min(farthest, 2.0**31)) + 3
+def has_table(config: MoSARConfig) -> bool:
+    """Whether the gates of a configuration are looked up, or computed for each pair."""
+    return gate_extent(config) <= _LONGEST_TABLE
 
 
 @kept_table
 def gate_table(
-    config: MoSARConfig,
-    length: int,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | None = None,
+    config: MoSARConfig, dtype: torch.dtype = torch.float32, device: torch.device | None = None
 ) -> Tensor:
     """Gates by distance, [R, C, length], a column of ones for sinks; constant past its end."""
-    distances = torch.arange(length, device=device)
+    distances = torch.arange(gate_extent(config), device=device)
     gate_RCd = pair_gates(distances, pair_geometry(config, device), config, dtype).permute(1, 2, 0)
     if config.num_sinks:
-        ones = gate_RCd.new_ones(config.num_regimes, 1, length)
+        ones = gate_RCd.new_ones(config.num_regimes, 1, gate_RCd.shape[2])
         gate_RCd = torch.cat([gate_RCd, ones], dim=1)
     return gate_RCd.contiguous()
 

@@ -22,9 +22,9 @@ from torch.utils.checkpoint import checkpoint
 from mosar.core.config import MoSARConfig
 from mosar.core.hard_domain import class_reach
 from mosar.core.layout import Layout
-from mosar.core.regimes import pair_geometry
+from mosar.core.regimes import falling_gate, pair_geometry
 from mosar.kernels.plan import Plan, build_plan, dense_plan_input, sparse_plan_input
-from mosar.kernels.tables import gate_table, table_length
+from mosar.kernels.tables import gate_table, has_table
 
 _TILE = 128
 
@@ -98,18 +98,27 @@ def worth_attention(
     if pi_q.dim() == 3:
         pi_q, pi_k = pi_q[:, None], pi_k[:, None]
     dtype = torch.promote_types(pi_q.dtype, pi_k.dtype)
-    gate_RRd = gate_table(config, table_length(config, layout), dtype).to(q.device)
+    table_RRd = gate_table(config, dtype).to(q.device) if has_table(config) else None
+    pairs = pair_geometry(config, q.device)
     sinks_BS = layout.sinks(config.num_sinks) if config.num_sinks else None
+
+    def gate(m: int, n: int, distances_TS: Tensor) -> Tensor | float:
+        if table_RRd is not None:
+            return table_RRd[m, n][distances_TS.clamp(0, table_RRd.shape[-1] - 1)]
+        if m == n == config.global_index:
+            return 1.0
+        return falling_gate(distances_TS, pairs.plateau[m, n], pairs.transition[m, n], config).to(
+            dtype
+        )
 
     def bias(tile: Tile) -> Tensor:
         pi_q_BGTR = pi_q[tile.batch, tile.groups, tile.queries]
         pi_k_BGSR = pi_k[tile.batch, tile.groups, tile.keys]
-        places = tile.distances.clamp(0, gate_RRd.shape[-1] - 1)
         # One regime pair at a time: all pairs' gates at once would be R x R tiles of memory.
         worth_BGTS = torch.zeros((), dtype=dtype, device=q.device)
         for m, n in product(range(config.num_regimes), repeat=2):
             mixed_BGTS = pi_q_BGTR[..., :, m, None] * pi_k_BGSR[..., None, :, n]
-            worth_BGTS = worth_BGTS + mixed_BGTS * gate_RRd[m, n][places]
+            worth_BGTS = worth_BGTS + mixed_BGTS * gate(m, n, tile.distances)
         bias_BGTS = worth_BGTS.clamp_min(config.epsilon).log()
         if sinks_BS is not None:
             rows = sinks_BS if sinks_BS.shape[0] == 1 else sinks_BS[tile.batch]

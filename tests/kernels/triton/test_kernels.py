@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from cases import DISTANCE_BIASES, FORCED, ROUTINGS, Case, cases
 from kernels.budget import NAMES, assert_within_budget, run
+from kernels.test_far import CONFIGS, FarCase
 from kernels.test_paths import GEOMETRIES, TRAITS
 from mosar import MoSARConfig, Regime
 from mosar.kernels.triton import blocks, ops
@@ -310,3 +311,9 @@ def test_block_sizes(monkeypatch, kind, size):
         num_queries=230, num_keys=300, kv_heads=2, config=GEOMETRIES["groups and sinks"]
     )
     assert_within_budget(case, kind, impl="triton")
+
+
+@pytest.mark.parametrize("config", ["far", "far, other exponent"])
+def test_gates_of_a_far_reach_are_computed(config):
+    case = FarCase(config=CONFIGS[config], batch=1, num_queries=30, num_keys=40)
+    assert_within_budget(case, "soft", impl="triton")

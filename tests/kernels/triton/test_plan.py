@@ -120,7 +120,7 @@ def test_ordinary_plan_is_the_plan(queries, keys, window):
 
 @given(cases(max_length=10))
 def test_level_gates(case):
-    table = gate_table(case.config, 40).flatten(0, 1)
+    table = gate_table(case.config).flatten(0, 1)
     until = level_until(table).tolist()
     for distance, last in enumerate(until):
         same = (table[:, distance:] == table[:, distance, None]).all(dim=0)

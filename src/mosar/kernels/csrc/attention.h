@@ -39,6 +39,18 @@ enum class Bias : int64_t {
 constexpr int64_t kTablePad = 32;
 static_assert(kTablePad >= kLanes, "a vector of distances may start kLanes before the table");
 
+// log2 of a gate; geometry: plateau, 1 / transition. In double: a float has no fraction of a far
+// plateau, and a large barrier multiplies what is rounded off.
+inline vd log_gate(vd distance, const double* geometry, double barrier, double exponent) {
+  vd t = (distance - geometry[0]) * geometry[1];
+  t = t > 0.0 ? t : vd{};
+  t = t < 1.0 ? t : vd{} + 1.0;
+  if (exponent == 2) t *= t;
+  else
+    for (int l = 0; l < kWidth; ++l) t[l] = std::pow(t[l], exponent);
+  return t * (-barrier * kLog2eDouble);
+}
+
 struct Matrix {
   const float* data;
   int64_t batch, head, token;  // strides; the head dimension is contiguous
@@ -56,12 +68,13 @@ struct Problem {
   const int32_t *pos_q, *pos_k;
   Bias bias;
   float scale, softcap;  // softcap 0: none
-  // kGeometry: [labels][classes][2] of (plateau, 1 / transition) and barrier, or a table of log2 gates
-  // per (label, class) when the exponent is not 2.
-  const float* geometry;
-  float barrier;
+  // kGeometry: [labels][classes][2] of (plateau, 1 / transition), barrier and exponent; a table of log2
+  // gates per (label, class) saves the powers when the exponent is not 2.
+  const double* geometry;
+  double barrier, exponent;
   // kWorth: pi_q [batch][groups][queries][regimes], pi_k [..][keys][columns]; the first `regimes`
-  // columns are routed, a further one stands for sinks. Gates per (regime, column) in `table`.
+  // columns are routed, a further one stands for sinks. Gates per (regime, column) in `table`, or by
+  // `geometry` [regimes][columns][2] where a table would be too long.
   const float *pi_q, *pi_k;
   int64_t regimes, columns;
   float epsilon;  // lower bound of the worth; 0: pairs of worth 0 do not exist
@@ -498,8 +511,20 @@ class Attention::Worker {
     result[1] = load(found + kWidth);
   }
 
-  const float* gate_row(int64_t m, int64_t n) const {
-    return p_.table + (m * p_.columns + n) * (p_.table_length + 2 * kTablePad);
+  const float* table_row(int64_t row) const {
+    return p_.table + row * (p_.table_length + 2 * kTablePad);
+  }
+
+  vd log_gates(int64_t pair, const int32_t* pos, int32_t key_pos) const {
+    return log_gate(to_double(load_int(pos)) - key_pos, p_.geometry + pair * 2, p_.barrier,
+                    p_.exponent);
+  }
+
+  // The gates of a regime and a column at the distances of both vectors of lanes to a key.
+  void gates(int64_t m, int64_t n, const int32_t* pos, int32_t key_pos, vf* result) const {
+    const int64_t pair = m * p_.columns + n;
+    if (p_.table) return look_up(table_row(pair), pos, key_pos, result);
+    for (int v = 0; v < 2; ++v) result[v] = exp2(log_gates(pair, pos + v * kWidth, key_pos));
   }
 
   void compute_worth(int32_t begin, int32_t end) {
@@ -512,7 +537,7 @@ class Attention::Worker {
         vf h[2] = {};
         for (int64_t m = 0; m < p_.regimes; ++m) {
           vf g[2];
-          look_up(gate_row(m, n), pos, pos_k_[j], g);
+          gates(m, n, pos, pos_k_[j], g);
           for (int v = 0; v < 2; ++v) h[v] += load(pi_q_ + m * kLanes + v * kWidth) * g[v];
         }
         for (int v = 0; v < 2; ++v) w[v] += pi[n] * h[v];
@@ -536,7 +561,7 @@ class Attention::Worker {
       for (int64_t n = 0; n < p_.regimes; ++n) {
         if (pi[n] == 0) continue;
         vf g[2];
-        look_up(gate_row(m, n), pos, pos_k_[j], g);
+        gates(m, n, pos, pos_k_[j], g);
         for (int v = 0; v < 2; ++v) x[v] += pi[n] * g[v];
       }
       float* row = coefficient_ + (m * a_.key_block_ + j - begin) * kLanes;
@@ -559,7 +584,7 @@ class Attention::Worker {
         vf h[2] = {};
         for (int64_t m = 0; m < p_.regimes; ++m) {
           vf g[2];
-          look_up(gate_row(m, n), pos, pos_k_[j], g);
+          gates(m, n, pos, pos_k_[j], g);
           for (int v = 0; v < 2; ++v) h[v] += load(pi_q_ + m * kLanes + v * kWidth) * g[v];
         }
         dpi_k_[key * p_.columns + n] += horizontal_sum(dw[0] * h[0] + dw[1] * h[1]);
@@ -625,7 +650,7 @@ class Attention::Worker {
   void table_bias(const Group& group, int32_t key_pos, vf* added) const {
     if (p_.table) {
       const int64_t row = p_.table_rows == 1 ? 0 : group.head0;
-      look_up(p_.table + row * (p_.table_length + 2 * kTablePad), group.pos, key_pos, added);
+      look_up(table_row(row), group.pos, key_pos, added);
     }
     if (p_.slopes)
       for (int v = 0; v < 2; ++v)
@@ -634,19 +659,15 @@ class Attention::Worker {
 
   void gate_bias(const Group& group, int64_t c, int32_t key_pos, vf* added) const {
     const int64_t pair = unit_->label * p_.classes + c;
-    const float plateau = p_.geometry[pair * 2], inverse = p_.geometry[pair * 2 + 1];
-    if (p_.table) {
-      const float* table = p_.table + pair * (p_.table_length + 2 * kTablePad) + kTablePad;
-      for (int l = 0; l < kLanes; ++l)
-        added[l / kWidth][l % kWidth] = table[std::clamp<int64_t>(
-            static_cast<int64_t>(group.pos[l]) - key_pos, 0, p_.table_length - 1)];
+    if (!p_.table) {
+      for (int v = 0; v < 2; ++v)
+        added[v] = to_float(log_gates(pair, group.pos + v * kWidth, key_pos));
       return;
     }
-    for (int v = 0; v < 2; ++v) {
-      vf d = to_float(load_int(group.pos + v * kWidth) - key_pos);
-      vf t = min(max((d - plateau) * inverse, vf{}), splat(1.0f));
-      added[v] = t * t * (-p_.barrier * kLog2e);
-    }
+    const float* table = table_row(pair) + kTablePad;
+    for (int l = 0; l < kLanes; ++l)
+      added[l / kWidth][l % kWidth] = table[std::clamp<int64_t>(
+          static_cast<int64_t>(group.pos[l]) - key_pos, 0, p_.table_length - 1)];
   }
 
   void forward_block(Group& group, int64_t c, int32_t begin, int32_t end, int32_t block) {

@@ -27,6 +27,8 @@ constexpr ScalarType scalar_type();
 template <>
 constexpr ScalarType scalar_type<float>() { return ScalarType::Float; }
 template <>
+constexpr ScalarType scalar_type<double>() { return ScalarType::Double; }
+template <>
 constexpr ScalarType scalar_type<int32_t>() { return ScalarType::Int; }
 template <>
 constexpr ScalarType scalar_type<int64_t>() { return ScalarType::Long; }
@@ -144,7 +146,8 @@ mosar::Problem problem(const Tensor& q, const Tensor& k, const Tensor& v,
                        const Tensor& key_offsets, const Tensor& run_lo, const Tensor& run_hi,
                        const std::optional<Tensor>& geometry, const std::optional<Tensor>& table,
                        const std::optional<Tensor>& slopes, int64_t groups, int64_t bias,
-                       double scale, double softcap, double barrier, double epsilon) {
+                       double scale, double softcap, double barrier, double exponent,
+                       double epsilon) {
   mosar::Problem p{};
   p.q = matrix(q, "q");
   p.k = matrix(k, "k");
@@ -173,7 +176,7 @@ mosar::Problem problem(const Tensor& q, const Tensor& k, const Tensor& v,
   check(bias >= 0 && bias <= 3, "bias must be 0, 1, 2 or 3");
   p.bias = static_cast<mosar::Bias>(bias);
   p.scale = static_cast<float>(scale), p.softcap = static_cast<float>(softcap);
-  p.barrier = static_cast<float>(barrier), p.epsilon = static_cast<float>(epsilon);
+  p.barrier = barrier, p.exponent = exponent, p.epsilon = static_cast<float>(epsilon);
   if (table.has_value()) {
     check(table->dim() == 2 && table->size(1) > 2 * mosar::kTablePad, "table must be [rows, length]");
     p.table_rows = table->size(0);
@@ -182,7 +185,7 @@ mosar::Problem problem(const Tensor& q, const Tensor& k, const Tensor& v,
   }
   if (p.bias == mosar::Bias::kGeometry) {
     check(geometry.has_value(), "geometry is missing");
-    p.geometry = data<float>(geometry, "geometry", {p.labels, p.classes, 2});
+    p.geometry = data<double>(geometry, "geometry", {p.labels, p.classes, 2});
     check(!p.table || p.table_rows == p.labels * p.classes, "table must have a row per class pair");
   }
   if (p.bias == mosar::Bias::kWorth) {
@@ -193,7 +196,9 @@ mosar::Problem problem(const Tensor& q, const Tensor& k, const Tensor& v,
     check(p.columns == p.regimes || p.columns == p.regimes + 1, "pi_k: one column may follow pi_q's");
     p.pi_q = data<float>(pi_q, "pi_q", {p.batch, groups, p.queries, p.regimes});
     p.pi_k = data<float>(pi_k, "pi_k", {p.batch, groups, p.keys, p.columns});
-    check(p.table && p.table_rows == p.regimes * p.columns, "table must have a row per regime pair");
+    p.geometry = data<double>(geometry, "geometry", {p.regimes, p.columns, 2});
+    check(p.table ? p.table_rows == p.regimes * p.columns : p.geometry && p.epsilon > 0,
+          "table must have a row per regime pair, or geometry must stand in for it");
   }
   if (p.bias == mosar::Bias::kTable) {
     p.slopes = data<float>(slopes, "slopes", {p.query_heads});
@@ -210,10 +215,11 @@ std::tuple<Tensor, Tensor, Tensor> attend(
     const Tensor& key_offsets, const Tensor& run_lo, const Tensor& run_hi,
     const std::optional<Tensor>& geometry, const std::optional<Tensor>& table,
     const std::optional<Tensor>& slopes, int64_t groups, int64_t bias, double scale, double softcap,
-    double barrier, double epsilon) {
+    double barrier, double exponent, double epsilon) {
   const mosar::Problem p =
       problem(q, k, v, pi_q, pi_k, pos_q, pos_k, query_order, key_order, query_offsets, key_offsets,
-              run_lo, run_hi, geometry, table, slopes, groups, bias, scale, softcap, barrier, epsilon);
+              run_lo, run_hi, geometry, table, slopes, groups, bias, scale, softcap, barrier, exponent,
+              epsilon);
   Tensor out = empty(q, {p.batch, p.query_heads, p.queries, p.dim}, ScalarType::Float);
   Tensor lse = empty(q, {p.batch, p.query_heads, p.queries}, ScalarType::Float);
   Tensor softmax = empty(q, {2, p.batch, p.query_heads, p.queries}, ScalarType::Float);
@@ -230,10 +236,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attend_backward(
     const Tensor& query_offsets, const Tensor& key_offsets, const Tensor& run_lo,
     const Tensor& run_hi, const std::optional<Tensor>& geometry, const std::optional<Tensor>& table,
     const std::optional<Tensor>& slopes, int64_t groups, int64_t bias, double scale, double softcap,
-    double barrier, double epsilon) {
+    double barrier, double exponent, double epsilon) {
   const mosar::Problem p =
       problem(q, k, v, pi_q, pi_k, pos_q, pos_k, query_order, key_order, query_offsets, key_offsets,
-              run_lo, run_hi, geometry, table, slopes, groups, bias, scale, softcap, barrier, epsilon);
+              run_lo, run_hi, geometry, table, slopes, groups, bias, scale, softcap, barrier, exponent,
+              epsilon);
   Tensor dq = empty(q, {p.batch, p.query_heads, p.queries, p.dim}, ScalarType::Float);
   Tensor dk = empty(q, {p.batch, p.kv_heads, p.keys, p.dim}, ScalarType::Float);
   Tensor dv = empty(q, {p.batch, p.kv_heads, p.keys, p.dim}, ScalarType::Float);
@@ -412,7 +419,7 @@ std::tuple<Tensor, Tensor> cache_attend(
   p.q = data<float>(q, "q", {rows, q.size(1), 1, p.dim});
   p.label_q = data<int64_t>(labels, "labels", {rows, groups});
   p.reach = data<int32_t>(reach, "reach", {p.labels, classes});
-  p.geometry = data<float>(geometry, "geometry", {p.labels, classes, 2});
+  p.geometry = data<double>(geometry, "geometry", {p.labels, classes, 2});
   for (int64_t i = 0; i < rows * groups; ++i)
     check(p.label_q[i] >= 0 && p.label_q[i] < p.labels, "labels_q must be regimes");
   std::vector<int64_t> same;
@@ -425,7 +432,7 @@ std::tuple<Tensor, Tensor> cache_attend(
           "query_positions lie before what the cache has kept");
   }
   p.scale = static_cast<float>(scale), p.softcap = static_cast<float>(softcap);
-  p.barrier = static_cast<float>(barrier), p.exponent = static_cast<float>(exponent);
+  p.barrier = barrier, p.exponent = exponent;
   Tensor out = empty(q, {rows, q.size(1), 1, p.dim}, ScalarType::Float);
   Tensor lse = empty(q, {rows, q.size(1), 1}, ScalarType::Float);
   auto pointer = [](Tensor& tensor) { return static_cast<float*>(tensor.mutable_data_ptr()); };
@@ -444,7 +451,7 @@ std::tuple<Tensor, Tensor> cache_attend(
   "Tensor q, Tensor k, Tensor v, Tensor? pi_q, Tensor? pi_k, Tensor pos_q, Tensor pos_k, "        \
   "Tensor query_order, Tensor key_order, Tensor query_offsets, Tensor key_offsets, "              \
   "Tensor run_lo, Tensor run_hi, Tensor? geometry, Tensor? table, Tensor? slopes, int groups, "   \
-  "int bias, float scale, float softcap, float barrier, float epsilon"
+  "int bias, float scale, float softcap, float barrier, float exponent, float epsilon"
 
 STABLE_TORCH_LIBRARY(mosar, m) {
   m.def(

@@ -34,8 +34,9 @@ struct DecodeProblem {
   const float* q;                     // [rows][groups * heads * share][dim]
   const int64_t *label_q, *pos_q;     // [rows][groups], [rows]
   const int32_t* reach;               // [labels][classes], kBoundless where it is
-  const float* geometry;              // [labels][classes][2]: plateau, 1 / transition
-  float scale, softcap, barrier, exponent;  // softcap 0: none
+  const double* geometry;             // [labels][classes][2]: plateau, 1 / transition
+  float scale, softcap;  // softcap 0: none
+  double barrier, exponent;
 };
 
 // `next` is what will be read after k: pages are too short for the hardware to see a stream in time.
@@ -136,7 +137,7 @@ class Decode {
     int32_t page, lo, hi;  // places within the page
     int32_t flat;          // from here on there is no bias
     const int32_t* positions;
-    float plateau, inverse;
+    const double* geometry;
   };
   struct Task {
     int64_t member, head;  // member: row and group
@@ -153,17 +154,17 @@ class Decode {
         const List list(p_.lists, m * p_.lists.classes + c);
         if (list.begin() == list.end()) continue;
         const int64_t reach = p_.reach[label * p_.lists.classes + c];
-        const float* geometry = p_.geometry + (label * p_.lists.classes + c) * 2;
+        const double* geometry = p_.geometry + (label * p_.lists.classes + c) * 2;
         const int32_t lo = reach == kBoundless ? list.begin() : list.find(here - reach);
         const int32_t hi = list.position(list.end() - 1) <= here ? list.end() : list.find(here + 1);
         int32_t flat = lo;
         if (lo < hi && here - list.position(lo) > geometry[0])
-          flat = list.find(static_cast<int64_t>(std::ceil(here - static_cast<double>(geometry[0]))));
+          flat = list.find(static_cast<int64_t>(std::ceil(here - geometry[0])));
         for (int32_t place = lo; place < hi;) {
           const int32_t base = place - place % kPageKeys;
           const int32_t stop = std::min<int32_t>(hi, base + kPageKeys);
           pieces_.push_back({list.page(place), place - base, stop - base, flat - base,
-                             list.positions(place), geometry[0], geometry[1]});
+                             list.positions(place), geometry});
           place = stop;
         }
       }
@@ -315,16 +316,10 @@ class Decode {
 
     // The log gate of one vector of keys, in base 2; what it says of places outside the piece is masked.
     vf bias(const Piece& piece, int64_t lane, int64_t here) const {
-      vf t;
-      for (int l = 0; l < kWidth; ++l) {
-        const int64_t distance = here - piece.positions[lane + l];
-        t[l] = (static_cast<float>(distance) - piece.plateau) * piece.inverse;
-      }
-      t = min(max(t, vf{}), splat(1.0f));
-      if (p_.exponent == 2) t *= t;
-      else
-        for (int l = 0; l < kWidth; ++l) t[l] = std::pow(t[l], p_.exponent);
-      return t * (-p_.barrier * kLog2e);
+      vi at;
+      std::memcpy(&at, piece.positions + lane, sizeof at);
+      const vd distance = static_cast<double>(here) - to_double(at);
+      return to_float(log_gate(distance, piece.geometry, p_.barrier, p_.exponent));
     }
 
     // Logits of one head to weights, in place; their sum.

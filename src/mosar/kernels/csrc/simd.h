@@ -28,12 +28,14 @@ constexpr bool kManyRegisters = false;
 
 typedef float vf __attribute__((vector_size(4 * kWidth)));
 typedef int32_t vi __attribute__((vector_size(4 * kWidth)));
+typedef double vd __attribute__((vector_size(8 * kWidth)));
 typedef float vf_unaligned __attribute__((vector_size(4 * kWidth), aligned(4), may_alias));
 
 // A lane group is two vectors wide: every lane is one query row (a token of one head).
 constexpr int kLanes = 2 * kWidth;
 
-constexpr float kLog2e = 1.44269504088896341f;
+constexpr double kLog2eDouble = 1.44269504088896341;
+constexpr float kLog2e = static_cast<float>(kLog2eDouble);
 constexpr float kLn2 = 0.693147180559945309f;
 // Scores of pairs that do not exist, and the smallest running maximum: exp2 of their difference is 0.
 constexpr float kMasked = -1e30f;
@@ -51,6 +53,8 @@ inline vf select(vi mask, vf a, vf b) {
 inline vf max(vf a, vf b) { return a > b ? a : b; }
 inline vf min(vf a, vf b) { return a < b ? a : b; }
 inline vf to_float(vi x) { return __builtin_convertvector(x, vf); }
+inline vf to_float(vd x) { return __builtin_convertvector(x, vf); }
+inline vd to_double(vi x) { return __builtin_convertvector(x, vd); }
 inline float horizontal_sum(vf x) {
   float sum = 0;
   for (int i = 0; i < kWidth; ++i) sum += x[i];
@@ -96,6 +100,14 @@ inline vf exp2(vf x) {
   result = x == x ? result : x;  // NaN in, NaN out
   return x < kExponentCut ? vf{} : result;
 #endif
+}
+
+// 2^x within 2 ulp for -126 <= x <= 127, of an exponent whose digits a float does not hold.
+inline vf exp2(vd x) {
+  const double magic = 6755399441055744.0;  // 1.5 * 2^52: adding it leaves round(x)
+  const vd whole = x + magic - magic;
+  const vi power = __builtin_convertvector(whole, vi) + 127;
+  return exp2_fraction(to_float(x - whole)) * reinterpret_cast<vf>(power << 23);
 }
 
 // tanh(x) = x P(x^2) / Q(x^2) within 3 ulp, saturated beyond |x| = 7.95 where 1 - tanh < 3e-7.

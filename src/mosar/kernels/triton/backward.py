@@ -29,6 +29,7 @@ from mosar.kernels.triton.logits import (
     mix_gates,
     spread_heads,
     sum_heads,
+    take_gates,
     take_plateau,
 )
 from mosar.kernels.triton.tiles import (
@@ -103,7 +104,7 @@ def load_upstream(row_max, row_sum, delta, at, live):
 
 @triton.jit
 def add_routing(
-    total, dworth, tokens, keys, bias,
+    total, dworth, tokens, keys, bias, SQUARE: tl.constexpr,
     REGIMES: tl.constexpr, COLUMNS: tl.constexpr, KEYS_FIRST: tl.constexpr,
 ):  # fmt: skip
     """total[m] += sum_j dworth_ij sum_n gate[m][n] pi_k[n], of a block [tokens, keys].
@@ -121,15 +122,15 @@ def add_routing(
             share = tl.load(routing + other, mask=live, other=0.0)
             part = tl.sum(dworth * share[None, :], axis=1)
             for own in tl.static_range(REGIMES):
-                line = bias.table + (own * OWN + other * OTHER) * bias.table_length
-                total = put_column(total, own, tl.load(line + nearest) * part)
+                gate = take_gates(own * OWN + other * OTHER, nearest, bias, SQUARE)
+                total = put_column(total, own, gate * part)
     else:
         for own in tl.static_range(REGIMES):
             blend = tl.zeros(at.shape, tl.float32)
             for other in tl.static_range(REGIMES):
-                line = bias.table + (own * OWN + other * OTHER) * bias.table_length
+                gates = take_gates(own * OWN + other * OTHER, at, bias, SQUARE)
                 share = tl.load(routing + other, mask=live, other=0.0)
-                blend += tl.load(line + at) * share[None, :]
+                blend += gates * share[None, :]
             total = put_column(total, own, tl.sum(dworth * blend, axis=1))
     return total
 
@@ -156,17 +157,17 @@ def query_block(
     dscore = plain * (dprob - upstream.delta[:, None])
     routing, mixed, weight, weighted = sums.routing, sums.mixed, sums.weight, sums.weighted
     if BIAS == WORTH:
-        worth = mix_gates(tokens, keys, bias, REGIMES, COLUMNS, False)
+        worth = mix_gates(tokens, keys, bias, SQUARE, REGIMES, COLUMNS, False)
         free = ~(worth <= bias.epsilon)
         dworth = dscore
         if SPREAD:
             dworth = sum_heads(dscore, HEADS, False)
         dworth = tl.where(free, dworth, 0.0)
-        routing = add_routing(routing, dworth, tokens, keys, bias, REGIMES, COLUMNS, False)
+        routing = add_routing(routing, dworth, tokens, keys, bias, SQUARE, REGIMES, COLUMNS, False)
         worth = at_least(worth, bias.epsilon)
         if EXACT:
             held = tl.where(free, plain, 0.0)
-            mixed = add_routing(mixed, held, tokens, keys, bias, REGIMES, COLUMNS, False)
+            mixed = add_routing(mixed, held, tokens, keys, bias, SQUARE, REGIMES, COLUMNS, False)
             weight += tl.sum(plain * worth, axis=1)
             weighted += tl.sum(plain * worth * dprob, axis=1)
         if SPREAD:
@@ -217,7 +218,10 @@ def query_kernel(
     pi_q = advance(pi_q, job.routing_row * num_queries * REGIMES)
     pi_k = advance(pi_k, job.routing_row * num_keys * COLUMNS)
     source = source_of(job, k, v, k_batch, k_head, k_token, v_batch, v_head, v_token, by_key, pi_k)
-    bias = Bias(barrier, exponent, epsilon, table, table_stride, table_length, level_until, slopes)
+    bias = Bias(
+        barrier, exponent, epsilon, plateaus, falls, table, table_stride, table_length,
+        level_until, slopes,
+    )  # fmt: skip
     first_head = job.kv_head * SHARE + job.chunk * HEADS
     last_head = tl.minimum(first_head + HEADS, job.kv_head * SHARE + SHARE)
     rows = take_rows(job.begin, job.end, first_head, last_head, by_query, HEADS, TOKENS, BLOCK_M)
@@ -311,12 +315,12 @@ def key_block(
     dscore = plain * (dprob - upstream.delta[None, :])
     routing = sums.routing
     if BIAS == WORTH:
-        worth = mix_gates(tokens, keys, bias, REGIMES, COLUMNS, True)
+        worth = mix_gates(tokens, keys, bias, SQUARE, REGIMES, COLUMNS, True)
         dworth = dscore
         if SPREAD:
             dworth = sum_heads(dscore, HEADS, True)
         dworth = tl.where(worth <= bias.epsilon, 0.0, dworth)
-        routing = add_routing(routing, dworth, tokens, keys, bias, REGIMES, COLUMNS, True)
+        routing = add_routing(routing, dworth, tokens, keys, bias, SQUARE, REGIMES, COLUMNS, True)
         worth = at_least(worth, bias.epsilon)
         if SPREAD:
             worth = spread_heads(worth, HEADS, True)
@@ -362,7 +366,10 @@ def key_kernel(
     by_key = order_of(job, key_order, key_places, 0, num_keys)
     pi_q = advance(pi_q, job.routing_row * num_queries * REGIMES)
     pi_k = advance(pi_k, job.routing_row * num_keys * COLUMNS)
-    bias = Bias(barrier, exponent, epsilon, table, table_stride, table_length, level_until, slopes)
+    bias = Bias(
+        barrier, exponent, epsilon, plateaus, falls, table, table_stride, table_length,
+        level_until, slopes,
+    )  # fmt: skip
     keys = take_keys(job.begin, job.end, by_key, pi_k, COLUMNS, BLOCK_N)
     offset = job.batch * k_batch + job.kv_head.to(tl.int64) * k_head + keys.token * k_token
     keys_here = load_matrix(k, offset, keys.live, HEAD_DIM, BLOCK_D)

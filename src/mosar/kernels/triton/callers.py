@@ -9,7 +9,7 @@ from torch import Tensor
 from mosar.core.config import MoSARConfig
 from mosar.core.layout import Layout
 from mosar.kernels.autograd import GEOMETRY, NONE, TABLE, WORTH
-from mosar.kernels.tables import routing_with_sinks, table_length
+from mosar.kernels.tables import routing_with_sinks
 from mosar.kernels.triton import ops
 from mosar.kernels.triton.launches import LOG2E
 from mosar.kernels.triton.plan import (
@@ -105,7 +105,8 @@ def worth_attention(
 ) -> tuple[Tensor, Tensor]:
     """All existing pairs with the mixture of gates, with gradients."""
     pi_q, pi_k = routing_with_sinks(pi_q, pi_k, config, layout)
-    table, level = gates(config, table_length(config, layout), q.device)
+    table, level = gates(config, q.device)
+    whole, falls = plateaus(config, q.device)
     return _attend(
         q,
         k,
@@ -115,8 +116,12 @@ def worth_attention(
         groups=pi_q.shape[1],
         pi_q=pi_q,
         pi_k=pi_k,
-        table=table.flatten(0, 1),
+        plateaus=None if table is not None else whole,
+        falls=None if table is not None else falls,
+        table=table,
         level_until=level,
+        barrier=config.barrier,
+        exponent=config.exponent,
         epsilon=config.epsilon,
         scale=scale,
         softcap=softcap,

@@ -67,7 +67,8 @@ def attend_block(
         EDGE, BIAS, CAPPED, SQUARE, False,
     )  # fmt: skip
     if BIAS == WORTH:
-        worth = at_least(mix_gates(tokens, keys, bias, REGIMES, COLUMNS, False), bias.epsilon)
+        worth = mix_gates(tokens, keys, bias, SQUARE, REGIMES, COLUMNS, False)
+        worth = at_least(worth, bias.epsilon)
         if SPREAD:
             worth = spread_heads(worth, HEADS, False)
         # The exponent of the worth is nearly its logarithm: weights end up in [0, 2), and half
@@ -115,7 +116,10 @@ def forward_kernel(
     pi_q = advance(pi_q, job.routing_row * num_queries * REGIMES)
     pi_k = advance(pi_k, job.routing_row * num_keys * COLUMNS)
     source = source_of(job, k, v, k_batch, k_head, k_token, v_batch, v_head, v_token, by_key, pi_k)
-    bias = Bias(barrier, exponent, epsilon, table, table_stride, table_length, level_until, slopes)
+    bias = Bias(
+        barrier, exponent, epsilon, plateaus, falls, table, table_stride, table_length,
+        level_until, slopes,
+    )  # fmt: skip
     first_head = job.kv_head * SHARE + job.chunk * HEADS
     last_head = tl.minimum(first_head + HEADS, job.kv_head * SHARE + SHARE)
     rows = take_rows(job.begin, job.end, first_head, last_head, by_query, HEADS, TOKENS, BLOCK_M)

@@ -31,6 +31,8 @@ class Bias(NamedTuple):
     barrier: tl.tensor
     exponent: tl.tensor
     epsilon: tl.tensor
+    plateaus: tl.tensor
+    falls: tl.tensor
     table: tl.tensor
     table_stride: tl.tensor
     table_length: tl.tensor
@@ -50,14 +52,19 @@ class Plateau(NamedTuple):
 def take_plateau(plateaus, falls, label, c, CLASSES: tl.constexpr, BIAS: tl.constexpr):
     """The geometry of a (label, class), where it is what the bias is made of."""
     if BIAS == GEOMETRY:
-        pair = label * CLASSES + c
-        return Plateau(
-            whole=tl.load(plateaus + pair),
-            fraction=tl.load(falls + pair * 2),
-            inverse=tl.load(falls + pair * 2 + 1),
-        )
+        return load_plateau(plateaus, falls, label * CLASSES + c)
     else:
         return Plateau(whole=0, fraction=0.0, inverse=0.0)
+
+
+@triton.jit
+def load_plateau(plateaus, falls, pair):
+    """The geometry of one pair."""
+    return Plateau(
+        whole=tl.load(plateaus + pair),
+        fraction=tl.load(falls + pair * 2),
+        inverse=tl.load(falls + pair * 2 + 1),
+    )
 
 
 @triton.jit
@@ -153,10 +160,26 @@ def is_level(tokens, keys, bias):
 
 @triton.jit
 def gate_places(tokens, keys, bias, KEYS_FIRST: tl.constexpr):
-    """Where the gates of a block's pairs are in the table, of the nearest, and if all are level."""
+    """Where the gates of a block's pairs are in the table, of the nearest, and if all are level.
+
+    Without a table (then its length is 1) these are distances, and 0.
+    """
     nearest, level = is_level(tokens, keys, bias)
     distance = over_rows(tokens.position, KEYS_FIRST) - over_keys(keys.position, KEYS_FIRST)
-    return tl.minimum(tl.maximum(distance, 0), bias.table_length - 1), nearest, level
+    distance = tl.maximum(distance, 0)
+    if bias.table is not None:
+        distance = tl.minimum(distance, bias.table_length - 1)
+    return distance, nearest, level
+
+
+@triton.jit
+def take_gates(pair, at, bias, SQUARE: tl.constexpr):
+    """The gates of one regime pair at places that `gate_places` gave."""
+    if bias.table is not None:
+        return tl.load(bias.table + pair * bias.table_length + at)
+    else:
+        plateau = load_plateau(bias.plateaus, bias.falls, pair)
+        return tl.exp2(-fall(at, plateau, bias.barrier, bias.exponent, SQUARE))
 
 
 @triton.jit
@@ -203,11 +226,12 @@ def at_least(worth, epsilon):
 
 @triton.jit
 def mix_gates(
-    tokens, keys, bias, REGIMES: tl.constexpr, COLUMNS: tl.constexpr, KEYS_FIRST: tl.constexpr
-):
+    tokens, keys, bias, SQUARE: tl.constexpr, REGIMES: tl.constexpr, COLUMNS: tl.constexpr,
+    KEYS_FIRST: tl.constexpr,
+):  # fmt: skip
     """The worth sum_mn pi_q[m] gate[m][n][d] pi_k[n] of each (token, key).
 
-    Level gates are numbers, and the block a sum of outer products; others are looked up.
+    Level gates are numbers, and the block a sum of outer products.
     """
     at, nearest, level = gate_places(tokens, keys, bias, KEYS_FIRST)
     worth = tl.zeros(at.shape, tl.float32)
@@ -215,7 +239,7 @@ def mix_gates(
         for n in tl.static_range(COLUMNS):
             mixed = tl.zeros(tokens.position.shape, tl.float32)
             for m in tl.static_range(REGIMES):
-                gate = tl.load(bias.table + (m * COLUMNS + n) * bias.table_length + nearest)
+                gate = take_gates(m * COLUMNS + n, nearest, bias, SQUARE)
                 mixed += gate * tl.load(tokens.routing + m, mask=tokens.live, other=0.0)
             share_k = tl.load(keys.routing + n, mask=keys.live, other=0.0)
             worth += over_rows(mixed, KEYS_FIRST) * over_keys(share_k, KEYS_FIRST)
@@ -223,7 +247,7 @@ def mix_gates(
         for n in tl.static_range(COLUMNS):
             blend = tl.zeros(at.shape, tl.float32)
             for m in tl.static_range(REGIMES):
-                gates = tl.load(bias.table + (m * COLUMNS + n) * bias.table_length + at)
+                gates = take_gates(m * COLUMNS + n, at, bias, SQUARE)
                 share_q = tl.load(tokens.routing + m, mask=tokens.live, other=0.0)
                 blend += gates * over_rows(share_q, KEYS_FIRST)
             share_k = tl.load(keys.routing + n, mask=keys.live, other=0.0)

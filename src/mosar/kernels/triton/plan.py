@@ -34,7 +34,7 @@ from mosar.kernels.plan import (
     sparse_plan_input,
     whole_reach,
 )
-from mosar.kernels.tables import gate_table, kept_table, on_device
+from mosar.kernels.tables import gate_table, has_table, kept_table, on_device
 from mosar.kernels.triton.launches import keep_whole, launching_on
 from mosar.kernels.triton.planning import (
     count_kernel,
@@ -354,10 +354,19 @@ def _boundless(config: MoSARConfig, device: torch.device | None) -> Tensor:
 
 
 @kept_table
-def _gates_level_until(
-    config: MoSARConfig, length: int, device: torch.device | None = None
-) -> Tensor:
-    return level_until(gate_table(config, length, device=device).flatten(0, 1))
+def _gates(config: MoSARConfig, device: torch.device | None = None) -> Tensor:
+    return gate_table(config, device=device).flatten(0, 1)
+
+
+@kept_table
+def _gates_level_until(config: MoSARConfig, device: torch.device | None = None) -> Tensor:
+    return level_until(_gates(config, device=device))
+
+
+@kept_table
+def _shortest_plateau(config: MoSARConfig, device: torch.device | None = None) -> Tensor:
+    """Up to where every gate is 1, [1] int32."""
+    return _plateaus(config, device=device).min()[None]
 
 
 def level_until(table: Tensor) -> Tensor:
@@ -373,9 +382,11 @@ def plateaus(config: MoSARConfig, device: torch.device) -> tuple[Tensor, Tensor]
     return on_device(device, _plateaus, config), on_device(device, _falls, config)
 
 
-def gates(config: MoSARConfig, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(gates by distance [R, C, length], up to where they are level [length] int32)."""
-    return (
-        on_device(device, gate_table, config, length),
-        on_device(device, _gates_level_until, config, length),
-    )
+def gates(config: MoSARConfig, device: torch.device) -> tuple[Tensor | None, Tensor]:
+    """(gates by distance [R * C, length], up to where they are level [length] int32).
+
+    Without a table (`has_table`) the kernels compute gates from `plateaus`.
+    """
+    if not has_table(config):
+        return None, on_device(device, _shortest_plateau, config)
+    return on_device(device, _gates, config), on_device(device, _gates_level_until, config)
