@@ -27,10 +27,13 @@ HEAVY = ("transformers", "matplotlib", "triton", "typer", "rich")
 MAY_IMPORT = {
     "core": {"torch", "mosar.core"},
     "kernels": {"torch", "triton", "mosar.core", "mosar.kernels"},
-    "report": {"torch", "matplotlib", "rich", "mosar.core", "mosar.records", "mosar.report"},
+    "report": {
+        *("torch", "matplotlib", "rich", "mosar.core", "mosar.files", "mosar.records"),
+        "mosar.report",
+    },
     "data": {
         *("torch", "numpy", "rich", "tokenizers", "datasets", "pyarrow"),
-        *("mosar.data", "mosar.version"),
+        *("mosar.data", "mosar.files", "mosar.version"),
     },
     "model": {
         *("torch", "mosar.attention", "mosar.core", "mosar.geometries", "mosar.kernels"),
@@ -38,28 +41,30 @@ MAY_IMPORT = {
     },
     "training": {
         *("torch", "numpy", "rich", "safetensors", "mosar.core", "mosar.data"),
-        *("mosar.geometries", "mosar.model", "mosar.records", "mosar.training"),
+        *("mosar.files", "mosar.geometries", "mosar.model", "mosar.records", "mosar.training"),
+        # Counts what a configuration asks for.
+        "mosar.planning.parameters",
         # Only for several processes; for one, a test of tests/distributed finds them not loaded.
         "mosar.distributed.team",
     },
     "distributed": {
-        *("torch", "mosar.core", "mosar.distributed", "mosar.geometries", "mosar.model"),
-        "mosar.training",
+        *("torch", "mosar.core", "mosar.distributed", "mosar.files", "mosar.geometries"),
+        *("mosar.model", "mosar.training"),
     },
     "evaluation": {
         *("torch", "numpy", "rich", "mosar.attention", "mosar.core", "mosar.data"),
-        *("mosar.evaluation", "mosar.geometries", "mosar.model", "mosar.records"),
+        *("mosar.evaluation", "mosar.files", "mosar.geometries", "mosar.model", "mosar.records"),
         # What a run folder holds, never how it was trained.
         *("mosar.training.batches", "mosar.training.checkpoints", "mosar.training.config"),
         *("mosar.training.errors", "mosar.training.run_folder"),
     },
     "experiments": {
-        *("torch", "rich", "mosar.data", "mosar.evaluation", "mosar.experiments"),
+        *("torch", "rich", "mosar.data", "mosar.evaluation", "mosar.experiments", "mosar.files"),
         *("mosar.geometries", "mosar.model", "mosar.records", "mosar.training"),
     },
     "generation": {
         *("torch", "mosar.attention", "mosar.core", "mosar.data", "mosar.generation"),
-        *("mosar.geometries", "mosar.integrations", "mosar.model"),
+        *("mosar.files", "mosar.geometries", "mosar.integrations", "mosar.model"),
         *("mosar.evaluation.choices", "mosar.evaluation.errors", "mosar.evaluation.subject"),
     },
     "planning": {
@@ -75,7 +80,7 @@ MAY_IMPORT = {
     "integrations/retrofit": {
         *("torch", "numpy", "rich", "safetensors", "transformers", "mosar.attention"),
         *("mosar.core", "mosar.data", "mosar.geometries", "mosar.integrations.retrofit"),
-        *("mosar.model", "mosar.records", "mosar.version"),
+        *("mosar.files", "mosar.model", "mosar.records", "mosar.version"),
         *("mosar.evaluation.choices", "mosar.evaluation.progress"),
         # Run folders that survive interruption, not how decoders are trained.
         *("mosar.training.checkpoints", "mosar.training.errors", "mosar.training.progress"),
@@ -84,11 +89,11 @@ MAY_IMPORT = {
     "integrations/hf": {
         *("torch", "transformers", "tokenizers", "safetensors", "lm_eval", "mosar.attention"),
         *("mosar.core", "mosar.data", "mosar.geometries", "mosar.integrations.hf", "mosar.model"),
-        *("mosar.records", "mosar.version"),
+        *("mosar.files", "mosar.records", "mosar.version"),
         # What run folders and their evaluations hold.
         *("mosar.evaluation.choices", "mosar.evaluation.errors", "mosar.evaluation.store"),
         *("mosar.evaluation.subject", "mosar.training.batches", "mosar.training.checkpoints"),
-        *("mosar.training.config", "mosar.training.run_folder"),
+        *("mosar.training.config", "mosar.training.errors", "mosar.training.run_folder"),
     },
     "bench": {
         *("torch", "numpy", "rich", "transformers", "mosar.attention", "mosar.bench"),

@@ -78,7 +78,7 @@ def test_nothing_timed_gives_nothing():
     [
         ('{"schema": 1, "kind"', "line 2: "),
         ("\n", "line 2: "),
-        ("[1]", "line 2: a record must be a JSON object, got list"),
+        ("[1]", "line 2: it must be a JSON object, got list"),
         ('{"schema": 99, "kind": "bench.attention"}', "line 2: schema must be 1, got 99"),
         ('{"schema": 1, "kind": "poem"}', r"line 2: kind must be one of .* got 'poem'"),
         ('{"schema": 1, "kind": "bench.attention"}', "line 2: AttentionBenchmark lacks"),

@@ -86,7 +86,9 @@ def test_every_option_arrives(tmp_path, write_lines, bpe_dataset):
         ((), "--out is missing"),
         (("--check", "a", "--out", "b"), "--check takes no sources and no --out"),
         (("stdlib", "--check", "a"), "--check takes no sources and no --out"),
-        (("--out", "a", "--tokenizer", "bpe:1"), "VOCAB >= 257"),
+        (("--out", "a", "--tokenizer", "bpe:1"), "VOCAB from 257 to 1048576"),
+        (("--out", "a", "--tokenizer", "bpe:99999999999"), "VOCAB from 257 to 1048576"),
+        (("--out", "a", "--tokenizer", f"bpe:{'9' * 5000}"), "VOCAB from 257 to 1048576"),
         (("--out", "a", "--valid-fraction", "2"), "between 0 and 1"),
         (("--out", "a", "--seed", "-1"), "--seed"),
         (("--out", "a", "--colour"), "--colour"),
@@ -106,8 +108,9 @@ def test_wrong_usage_exits_2(tmp_path, monkeypatch, arguments, part):
         (("nothing.txt", "--out", "a"), "nothing.txt does not exist"),
         (("--out", "a", "--tokenizer", "nothing.json"), "cannot read the tokenizer nothing.json"),
         (("--check", "nothing"), "there is no dataset nothing; make one: mosar prepare stdlib"),
-        (("--out", "/dev/null/a"), "cannot make /dev/null/a: a file is in the place"),
-        (("--out", "/dev/null/a/b"), "cannot make /dev/null/a/b: a file is in the place"),
+        (("--out", "/dev/null/a"), "/dev/null/a: a file is in the place of a folder"),
+        (("--out", "/proc/a"), "/proc/a: the folder cannot be made (No such file or directory)"),
+        (("--out", "/dev/null/a/b"), "/dev/null/a/b: a file is in the place of a folder"),
     ],
 )
 def test_failures_are_one_line(tmp_path, monkeypatch, arguments, part):
@@ -148,6 +151,6 @@ def test_the_data_imports_nothing_else_of_ours():
         for name in names:
             allowed = name.split(".")[0] in sys.stdlib_module_names or any(
                 name == target or name.startswith(f"{target}.")
-                for target in (*MAY_IMPORT, "mosar.version")
+                for target in (*MAY_IMPORT, "mosar.files", "mosar.version")
             )
             assert allowed, f"{file} imports {name}"

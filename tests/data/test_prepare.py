@@ -236,7 +236,7 @@ def test_out_may_be_an_empty_folder_or_a_link(tmp_path, write_lines):
     [
         ({"sources": []}, "at least one source"),
         ({"sources": "stdlib"}, "must be a list"),
-        ({"tokenizer": "bpe:12"}, "VOCAB >= 257"),
+        ({"tokenizer": "bpe:12"}, "VOCAB from 257 to 1048576"),
         ({"valid_fraction": 0}, "between 0 and 1"),
         ({"valid_fraction": 1.0}, "between 0 and 1"),
         ({"seed": -1}, "seed must be"),

@@ -9,7 +9,7 @@ import shutil
 import pytest
 import torch
 
-from mosar.training import checkpoints
+from mosar.files import file_checksum, sealed
 from mosar.training.checkpoints import (
     DamagedCheckpoint,
     checkpoint_path,
@@ -115,9 +115,9 @@ def test_nothing_is_unpickled(tmp_path):
     path.write_bytes(pickle.dumps(Trap()))
     state_path = path.with_name("state.json")
     state = json.loads(state_path.read_text())
-    state["checksums"][FILES[1]] = checkpoints.file_checksum(path)
+    state["checksums"][FILES[1]] = file_checksum(path)
     state.pop("checksum")
-    state_path.write_text(json.dumps(state | {"checksum": checkpoints._seal(state)}))
+    state_path.write_text(json.dumps(sealed(state)))
     with pytest.raises(Exception, match=r"(?i)header"):
         read_checkpoint(tmp_path, 10).optimizer()
 

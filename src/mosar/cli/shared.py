@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from mosar.files import DamagedFile, replace_synced
 
 if TYPE_CHECKING:
     from mosar.core.config import MoSARConfig
@@ -37,7 +38,7 @@ def reported(*failures: type[Exception]) -> Iterator[None]:
     """`failures` and files that cannot be used as one line; other wrong values as wrong usage."""
     try:
         yield
-    except failures as error:
+    except (*failures, DamagedFile) as error:
         if getattr(error, "is_told_elsewhere", False):
             raise typer.Exit(1) from None
         raise CommandFailed(str(error)) from None
@@ -131,13 +132,8 @@ def load_config(path: Path | None, length: int | None) -> MoSARConfig:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Writes a file at once: under a temporary name beside it, then renamed."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    """Writes a file at once; where that fails, one line says so."""
     try:
-        try:
-            temporary.write_bytes(data)
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        replace_synced(path, data)
     except OSError as error:
         raise CommandFailed(f"cannot write {path}: {error.strerror}") from None

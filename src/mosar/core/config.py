@@ -188,7 +188,7 @@ class MoSARConfig:
     def from_json(cls, text: str) -> MoSARConfig:
         try:
             values = json.loads(text)
-        except (json.JSONDecodeError, TypeError) as error:
+        except (json.JSONDecodeError, RecursionError, TypeError) as error:
             raise ValueError(f"a MoSARConfig must be valid JSON: {error}") from None
         if not isinstance(values, dict):
             raise ValueError(f"a MoSARConfig must be a JSON object, got {type(values).__name__}")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import codecs
 import gzip
-import json
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mosar.data.errors import DataError
+from mosar.files import parse_json
 
 PIECE_LENGTH = 1 << 18
 """Characters of a piece at most."""
@@ -155,8 +155,8 @@ def line_documents(path: Path, text_field: str, report: ReadReport) -> Iterator[
             name = f"{path}, line {number}"
             text, replaced = _decode(line)
             try:
-                row = json.loads(text)
-            except (ValueError, RecursionError) as error:
+                row = parse_json(text)
+            except ValueError as error:
                 raise DataError(f"{name}: not JSON ({error})") from None
             if not isinstance(row, dict):
                 raise DataError(

@@ -10,7 +10,6 @@ The same sources, tokenizer and seed give the same manifest, byte for byte.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from mosar.data.errors import DataError
+from mosar.files import file_checksum, parse_json, sealed, unsealed
 from mosar.version import __version__
 
 FORMAT = "mosar-tokens"
@@ -113,7 +113,7 @@ class Manifest:
 
     def to_json(self) -> str:
         values = {"format": FORMAT, "version": VERSION} | asdict(self)
-        return json.dumps(values | {"checksum": _checksum(values)}, indent=1) + "\n"
+        return json.dumps(sealed(values), indent=1) + "\n"
 
     @classmethod
     def read(cls, folder: Path | str) -> Manifest:
@@ -126,7 +126,7 @@ class Manifest:
                 f"make one: mosar prepare stdlib --tokenizer bpe:4096 --out {folder}"
             )
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
+            values = parse_json(path.read_bytes())
         except FileNotFoundError:
             raise DataError(
                 f"{folder} is no dataset (it has no {MANIFEST}); make one with mosar prepare"
@@ -147,8 +147,11 @@ class Manifest:
                 f"{path} has format version {version}, this mosar reads {VERSION}: upgrade mosar, "
                 "or prepare the dataset again"
             )
-        found = values.pop("checksum", None)
-        if version != VERSION or found != _checksum(values):
+        try:
+            values, is_sealed = unsealed(values)
+        except ValueError:
+            is_sealed = False
+        if version != VERSION or not is_sealed:
             raise DataError(f"{path} was altered: its checksum is wrong; {_AGAIN}")
         del values["format"], values["version"]
         nested: dict[str, Any] = {
@@ -190,7 +193,7 @@ class Manifest:
         for name in self.files if names is None else names:
             path = Path(folder, name)
             try:
-                digest = file_sha256(path, report)
+                digest = file_checksum(path, report)
             except OSError as error:
                 raise DataError(f"cannot read {path}: {error.strerror}") from None
             if digest != self.files[name].sha256:
@@ -198,17 +201,3 @@ class Manifest:
                     f"{path} was altered or belongs to another dataset: its checksum is wrong; "
                     f"{_AGAIN}"
                 )
-
-
-def file_sha256(path: Path, report: Callable[[int], None] | None = None) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb", buffering=0) as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-            if report is not None:
-                report(len(block))
-    return digest.hexdigest()
-
-
-def _checksum(values: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()

@@ -23,14 +23,14 @@ from mosar.data.manifest import (
     Manifest,
     SourceEntry,
     documents_file,
-    file_sha256,
     token_dtype,
     tokens_file,
 )
 from mosar.data.packing import SplitWriter, pack
 from mosar.data.progress import Display
-from mosar.data.staging import staged_folder, write_synced
+from mosar.data.staging import staged_folder
 from mosar.data.tokenizer import ByteTokenizer, Tokenizer, parse_bpe, read_tokenizer, train_bpe
+from mosar.files import file_checksum, write_synced
 
 SAMPLE_CHARACTERS = 1 << 27
 """A BPE is trained on this much of the training text, from its beginning: memory stays bounded."""
@@ -226,7 +226,7 @@ def _build(
         dtype=token_dtype(tokenizer.vocab_size),
         splits=splits,
         files={
-            path.name: FileEntry(bytes=path.stat().st_size, sha256=file_sha256(path))
+            path.name: FileEntry(bytes=path.stat().st_size, sha256=file_checksum(path))
             for path in sorted(folder.iterdir())
         },
         sources=every[: len(plan.sources)],

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from mosar.data.errors import DataError
+from mosar.files import make_folder, sync
 
 
 @contextmanager
@@ -26,47 +27,24 @@ def staged_folder(
     # A link stays, and what it leads to is replaced.
     out = Path(os.path.realpath(out))
     staging, replaced = (out.with_name(f".{out.name}.{end}") for end in ("partial", "replaced"))
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError):
-        raise DataError(f"cannot make {out}: a file is in the place of a folder") from None
+    make_folder(out.parent, named=out)
     with _owned(staging, out):
         try:
             _finish_replacement(out, replaced)
             _check_target(out, replace, replaceable)
             _clear(staging)
             yield staging
-            sync_folder(staging)
+            sync(staging)
             if out.is_dir() and any(out.iterdir()):
                 _check_target(out, replace, replaceable)
                 os.rename(out, replaced)
             os.rename(staging, out)
-            sync_folder(out.parent)
+            sync(out.parent)
             shutil.rmtree(replaced, ignore_errors=True)
         except BaseException:
             shutil.rmtree(staging, ignore_errors=True)
             _finish_replacement(out, replaced)
             raise
-
-
-def write_synced(path: Path, content: bytes) -> None:
-    """Writes a file and returns when it has reached the disk."""
-    with open(path, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """Returns when the names in a folder have reached the disk."""
-    try:
-        descriptor = os.open(folder, os.O_RDONLY)
-    except PermissionError:  # Windows opens no folders.
-        return
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _check_target(out: Path, replace: bool, replaceable: Callable[[Path], bool]) -> None:
@@ -102,11 +80,11 @@ def _owned(staging: Path, out: Path) -> Iterator[None]:
     try:
         import fcntl
     except ModuleNotFoundError:
-        staging.mkdir(exist_ok=True)
+        make_folder(staging, named=out)
         yield
         return
     busy = DataError(f"another process is preparing {out}; wait for it or choose another --out")
-    staging.mkdir(exist_ok=True)
+    make_folder(staging, named=out)
     try:
         descriptor = os.open(staging, os.O_RDONLY)
     except FileNotFoundError:

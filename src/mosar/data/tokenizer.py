@@ -19,6 +19,8 @@ END_OF_TEXT = "<|endoftext|>"
 _END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "<eos>", "</s>", "<|eot_id|>", "[EOS]")
 SMALLEST_BPE = 257
 """The bytes and end-of-text."""
+LARGEST_BPE = 1 << 20
+"""Four times the paper's; memory for all of it is taken before the training begins."""
 
 
 class Tokenizer(Protocol):
@@ -174,15 +176,16 @@ def read_tokenizer(path: Path | str, end_of_text: str | None = None) -> Tokenize
 
 def parse_bpe(spec: str) -> int | None:
     """The vocabulary that `bpe:VOCAB` asks for; None where `spec` is something else."""
-    kind, colon, size = spec.partition(":")
+    kind, _, size = spec.partition(":")
     if kind != "bpe":
         return None
-    if not colon or not size.isascii() or not size.isdecimal() or int(size) < SMALLEST_BPE:
+    number = int(size) if size.isascii() and size.isdecimal() and len(size) < 20 else 0
+    if not SMALLEST_BPE <= number <= LARGEST_BPE:
         raise ValueError(
-            f"tokenizer must be byte, bpe:VOCAB with VOCAB >= {SMALLEST_BPE}, or a path, "
-            f"got {spec!r}"
+            f"tokenizer must be byte, bpe:VOCAB with VOCAB from {SMALLEST_BPE} to {LARGEST_BPE}, "
+            f"or a path, got {spec!r}"
         )
-    return int(size)
+    return number
 
 
 def _tokenizers() -> Any:

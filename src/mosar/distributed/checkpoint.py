@@ -21,14 +21,13 @@ from torch.distributed.checkpoint.hf_storage import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from mosar.files import file_checksum, sync
 from mosar.training.checkpoints import (
     Checkpoint,
     begin_checkpoint,
     checkpoint_path,
-    file_checksum,
     finish_checkpoint,
     optimizer_tensors,
-    sync,
     unfinished_path,
 )
 from mosar.training.errors import TrainingError

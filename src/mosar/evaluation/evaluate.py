@@ -14,7 +14,7 @@ from typing import Any
 from mosar.evaluation.choices import check_routings, parse_lengths
 from mosar.evaluation.errors import EvaluationError
 from mosar.evaluation.perplexity import evaluate_length
-from mosar.evaluation.progress import length_progress
+from mosar.evaluation.progress import length_progress, say
 from mosar.evaluation.retrieval import Questions, evaluate_retrieval
 from mosar.evaluation.store import EVALUATIONS, Evaluation, read_evaluation, write_evaluation
 from mosar.evaluation.subject import Subject
@@ -102,7 +102,9 @@ def _stored(
     inputs: dict[str, Any],
 ) -> list[Evaluation]:
     """What is there of a length; all routings or none, their times being taken in turn."""
-    found = [read_evaluation(subject.run, subject.step, length, routing) for routing in routings]
+    found = [
+        read_evaluation(subject.run, subject.step, length, routing, say) for routing in routings
+    ]
     same = [record for record in found if record is not None and _same(record, source, inputs)]
     return same if len(same) == len(routings) else []
 

@@ -16,6 +16,11 @@ from rich.progress import (
 )
 
 
+def say(message: str) -> None:
+    """A message that must be seen."""
+    Console(stderr=True, soft_wrap=True).print(message, markup=False, highlight=False)
+
+
 @contextmanager
 def length_progress(label: str, total: int, *, enabled: bool) -> Iterator[Callable[[], None]]:
     """Gives what to call after each of `total` passes."""

@@ -5,11 +5,11 @@ RUN/evaluations/step-00001600-len-02048-sparse.json
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable
 from pathlib import Path
 
-from mosar.records import EvaluationRecord, RetrievalRecord, read_records
-from mosar.training.checkpoints import replace_synced
+from mosar.files import replace_synced
+from mosar.records import EvaluationRecord, RetrievalRecord, read_records, record_line
 
 EVALUATIONS = "evaluations"
 Evaluation = EvaluationRecord | RetrievalRecord
@@ -23,15 +23,25 @@ def write_evaluation(run: Path, record: Evaluation) -> Path:
     """Writes one, in place of an older one of the same step, length and routing."""
     path = evaluation_path(run, record.step, record.length, record.routing)
     path.parent.mkdir(exist_ok=True)
-    # On one line, so that `read_records` reads it.
-    replace_synced(path, json.dumps(record.to_dict(), allow_nan=False).encode() + b"\n")
+    replace_synced(path, record_line(record))
     return path
 
 
-def read_evaluation(run: Path, step: int, length: int, routing: str) -> Evaluation | None:
-    """The one that is there; None where there is none, or none that can be read."""
+def read_evaluation(
+    run: Path, step: int, length: int, routing: str, report: Callable[[str], None]
+) -> Evaluation | None:
+    """The one that is there; None where there is none, or `report` is told what is wrong with it.
+
+    It can be computed again, so a damaged file stops nobody.
+    """
+    path = evaluation_path(run, step, length, routing)
     try:
-        (record,) = read_records(evaluation_path(run, step, length, routing))
-    except (OSError, ValueError):
+        (record,) = read_records(path)
+    except FileNotFoundError:
         return None
-    return record if isinstance(record, EvaluationRecord | RetrievalRecord) else None
+    except (OSError, ValueError):
+        record = None
+    if isinstance(record, EvaluationRecord | RetrievalRecord):
+        return record
+    report(f"{path} is damaged or was altered; computing it again")
+    return None

@@ -141,13 +141,20 @@ def _read(run: Path, step: int | None) -> Checkpoint:
     try:
         return read_checkpoint(folder, chosen)
     except DamagedCheckpoint as error:
-        others = [other for other in steps if other != chosen]
-        advice = (
-            f"others are there for --step: {_listed(others)}" if others else "it is the only one"
-        )
+        others = [other for other in steps if other != chosen and _is_whole(folder, other)]
+        alone = "it is the only one" if len(steps) == 1 else "no other one is whole"
+        advice = f"others are there for --step: {_listed(others)}" if others else alone
         raise EvaluationError(
             f"the checkpoint of step {chosen} in {run} is damaged ({error}); {advice}"
         ) from None
+
+
+def _is_whole(folder: Path, step: int) -> bool:
+    try:
+        read_checkpoint(folder, step)
+    except DamagedCheckpoint:
+        return False
+    return True
 
 
 def _listed(steps: list[int]) -> str:

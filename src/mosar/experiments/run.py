@@ -29,9 +29,10 @@ from mosar.experiments.work import (
     spoken,
     training_work,
 )
-from mosar.records import Cell, Record, TrainingRecord, environment, read_records
+from mosar.files import parse_json, replace_synced
+from mosar.records import Cell, Record, TrainingRecord, environment, read_records, record_line
 from mosar.training.batches import data_fingerprint
-from mosar.training.checkpoints import list_steps, replace_synced
+from mosar.training.checkpoints import list_steps
 from mosar.training.errors import TrainingInterrupted
 from mosar.training.loop import train
 from mosar.training.run_folder import CHECKPOINTS, foreign_file, has_run, locked
@@ -138,9 +139,8 @@ def run_cell(
         progress=False,
         cell=cell,
     )
-    lines = [json.dumps(record.to_dict(), allow_nan=False) for record in records]
     (out / RECORDS).mkdir(exist_ok=True)
-    replace_synced(_records_path(out, cell), ("\n".join(lines) + "\n").encode())
+    replace_synced(_records_path(out, cell), b"".join(map(record_line, records)))
     (out / FAILURES / f"{cell.name}.json").unlink(missing_ok=True)
 
 
@@ -152,7 +152,7 @@ def is_finished(settings: ExperimentSettings, cell: Cell, out: Path) -> bool:
     try:
         records = read_records(path)
     except ValueError as error:
-        raise ExperimentError(f"{error}; remove the file to make it again") from None
+        raise ExperimentError(str(error)) from None
     trained = next((record for record in records if isinstance(record, TrainingRecord)), None)
     if trained is None or trained.cell != cell:
         raise ExperimentError(f"{path} does not hold the records of {cell.name}; remove it")
@@ -196,7 +196,7 @@ def _open(settings: ExperimentSettings, out: Path) -> None:
     fingerprint = settings.data_fingerprint()
     if path.exists():
         try:
-            there = json.loads(path.read_bytes())
+            there = parse_json(path.read_bytes())
             differing = [key for key in asked if there[key] != asked[key]]
             names = list(there["cells"])
             known = there.get("data_fingerprint")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from mosar.data.tokenizer import read_tokenizer
 from mosar.evaluation.choices import NATIVE, check_routings
 from mosar.evaluation.errors import EvaluationError
 from mosar.evaluation.subject import Subject
+from mosar.files import parse_json
 from mosar.geometries import GEOMETRIES, MoSAR
 from mosar.model.decoder import Decoder
 from mosar.model.generation import DecoderReader
@@ -92,7 +92,7 @@ def open_source(
 def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG
     try:
-        values = json.loads(path.read_bytes())
+        values = parse_json(path.read_bytes())
     except FileNotFoundError:
         raise GenerationError(
             f"{folder} holds no model: it has no {CONFIG}; give a run folder of mosar train, a "
@@ -147,7 +147,7 @@ def _open_exported(folder: Path, routing: str | None) -> Source:
 def _end_of_text(folder: Path) -> str | None:
     """How the tokenizer of an exported model spells end-of-text; None: one of the usual ways."""
     try:
-        token = json.loads((folder / "tokenizer_config.json").read_bytes()).get("eos_token")
+        token = parse_json((folder / "tokenizer_config.json").read_bytes()).get("eos_token")
     except (OSError, ValueError, AttributeError):
         return None
     return token if isinstance(token, str) else None

@@ -1,7 +1,8 @@
 """The schema of every result we write: JSON objects, one a line, appended and never changed.
 
 A line holds `schema`, `kind`, `created`, `environment`, the fields of its kind, and `derived`: what
-follows from them, written for readers of the file and computed again when it is read here.
+follows from them, written for readers of the file and computed again when it is read here. Its
+`checksum` is compared where it is read; records of earlier versions have none.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from mosar.records.benchmarks import (
     TrainingBenchmark,
 )
 from mosar.records.evaluation import EvaluationRecord, RetrievalRecord
-from mosar.records.files import append_record, read_records
+from mosar.records.files import append_record, read_records, record_line
 from mosar.records.machine import environment
 from mosar.records.measurement import ErrorCheck, Measurement
 from mosar.records.record import SCHEMA_VERSION, Record, check_fields
@@ -39,4 +40,5 @@ __all__ = [
     "check_fields",
     "environment",
     "read_records",
+    "record_line",
 ]

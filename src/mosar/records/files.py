@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 
+from mosar.files import LINE_DIGITS, DamagedFile, parse_json, sealed, unsealed
 from mosar.records.benchmarks import (
     AttentionBenchmark,
     DecodeBenchmark,
@@ -33,9 +34,14 @@ _KINDS: dict[str, type[Record]] = {
 }
 
 
+def record_line(record: Record) -> bytes:
+    """A record as a line of a file, with its checksum."""
+    return json.dumps(sealed(record.to_dict(), digits=LINE_DIGITS)).encode() + b"\n"
+
+
 def append_record(path: Path | str, record: Record) -> None:
     """Adds one line to a file, in one write that has reached the disk when this returns."""
-    line = json.dumps(record.to_dict(), allow_nan=False).encode() + b"\n"
+    line = record_line(record)
     with open(path, "ab+", buffering=0) as file:
         end = file.seek(0, os.SEEK_END)
         if end:
@@ -49,21 +55,22 @@ def append_record(path: Path | str, record: Record) -> None:
 
 
 def read_records(path: Path | str) -> list[Record]:
-    """The records of a file in its order; a damaged line is a ValueError that names it."""
+    """The records of a file in its order; DamagedFile names a line that is not what was written."""
     records = []
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             try:
                 records.append(_decode(line))
             except (ValueError, TypeError, AttributeError) as error:
-                raise ValueError(f"{path}, line {number}: {error}") from None
+                raise DamagedFile(
+                    f"{path}, line {number}: {error}; put back what was written, or remove the "
+                    "file to make it again"
+                ) from None
     return records
 
 
 def _decode(line: bytes) -> Record:
-    values = json.loads(line)
-    if not isinstance(values, dict):
-        raise ValueError(f"a record must be a JSON object, got {type(values).__name__}")
+    values, _ = unsealed(parse_json(line))
     schema, kind = values.pop("schema", None), values.pop("kind", None)
     if schema != SCHEMA_VERSION:
         raise ValueError(f"schema must be {SCHEMA_VERSION}, got {schema!r}")

@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from mosar.core.config import MoSARConfig
+from mosar.files import parse_json
 from mosar.records import Cell, EvaluationRecord, RetrievalRecord, TrainingRecord
 from mosar.report.experiment import Experiment, task_of
 from mosar.report.palette import in_order
@@ -373,7 +374,7 @@ def _plain(value: Any) -> Any:
     """Numbers alike whether they were written 6, 6.0 or "6"."""
     if isinstance(value, str):
         try:
-            value = json.loads(value)
+            value = parse_json(value)
         except ValueError:
             return value
     return float(value) if isinstance(value, int) and not isinstance(value, bool) else value

@@ -10,12 +10,12 @@ Or a run folder of mosar train: DIR/evaluations/*.json, what mosar evaluate foun
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mosar.files import parse_json
 from mosar.records import (
     AttentionBenchmark,
     Cell,
@@ -175,7 +175,7 @@ def _read_failures(folder: Path) -> Iterable[Failure]:
 
 def _read_object(path: Path) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except ValueError as error:

@@ -6,7 +6,6 @@ Read are adapter.json and the records; equal records give an equal report.
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from mosar.files import parse_json
 from mosar.records import RetrofitEvaluation, RetrofitSpeed, read_records
 from mosar.report.markup import markdown
 
@@ -57,7 +57,7 @@ def find_runs(folder: Path) -> list[Path]:
 
 def load_run(folder: Path) -> RetrofittedRun:
     """The run and its records, of its present routers and of the text that was read last."""
-    description = json.loads((folder / DESCRIPTION).read_bytes())
+    description = parse_json((folder / DESCRIPTION).read_bytes())
     found = read_records(folder / RECORDS) if (folder / RECORDS).is_file() else []
     evaluations = [r for r in found if isinstance(r, RetrofitEvaluation)]
     text = evaluations[-1].text if evaluations else ""

@@ -12,8 +12,6 @@ Nothing is ever unpickled.
 
 from __future__ import annotations
 
-import errno
-import hashlib
 import json
 import os
 import re
@@ -24,10 +22,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from mosar.files import (
+    checksum,
+    file_checksum,
+    parse_json,
+    rust_os_errors,
+    sealed,
+    sync,
+    unsealed,
+    write_synced,
+)
 from mosar.training.errors import TrainingError
 from mosar.training.shards import OPTIMIZER_STATE, PARAMETERS, assemble, shards_of
 
@@ -61,7 +68,7 @@ class Checkpoint:
         checksums = self.state["checksums"]
         if MODEL in checksums:
             return checksums[MODEL]
-        return _seal({name: checksums[name] for name in shards_of(checksums, PARAMETERS)})
+        return checksum({name: checksums[name] for name in shards_of(checksums, PARAMETERS)})
 
     def _tensors(self, whole: str, kind: int) -> dict[str, Tensor]:
         checksums = self.state["checksums"]
@@ -123,8 +130,7 @@ def finish_checkpoint(
     """Makes a checkpoint of the files, which are all there."""
     beside, final = unfinished_path(folder, step), checkpoint_path(folder, step)
     content = {"schema": SCHEMA_VERSION, "step": step, "checksums": dict(checksums), **state}
-    sealed = content | {"checksum": _seal(content)}
-    write_synced(beside / STATE, json.dumps(sealed, indent=1).encode() + b"\n")
+    write_synced(beside / STATE, json.dumps(sealed(content), indent=1).encode() + b"\n")
     sync(beside)
     set_aside(final)
     os.rename(beside, final)
@@ -136,10 +142,12 @@ def read_checkpoint(folder: Path, step: int) -> Checkpoint:
     """The checkpoint of a step, all of it checked; DamagedCheckpoint says what is wrong."""
     path = checkpoint_path(folder, step)
     try:
-        state = json.loads((path / STATE).read_bytes())
-        content = {key: value for key, value in state.items() if key != "checksum"}
-        if state["checksum"] != _seal(content):
-            raise DamagedCheckpoint(f"{STATE} was altered")
+        try:
+            state, is_sealed = unsealed(parse_json((path / STATE).read_bytes()))
+        except ValueError as error:
+            raise DamagedCheckpoint(f"{STATE}: {error}") from None
+        if not is_sealed:
+            raise DamagedCheckpoint(f"{STATE} has no checksum")
         if state["schema"] != SCHEMA_VERSION:
             raise DamagedCheckpoint(f"its schema is {state['schema']!r}, not {SCHEMA_VERSION}")
         if state["step"] != step:
@@ -153,7 +161,7 @@ def read_checkpoint(folder: Path, step: int) -> Checkpoint:
     except FileNotFoundError as error:
         missing = Path(error.filename or path).name
         raise DamagedCheckpoint(f"{missing} is missing") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (KeyError, TypeError, AttributeError):
         raise DamagedCheckpoint(f"{STATE} is not what was written") from None
     return Checkpoint(path, step, state)
 
@@ -161,7 +169,7 @@ def read_checkpoint(folder: Path, step: int) -> Checkpoint:
 def open_checkpoint(folder: Path, step: int) -> Checkpoint:
     """A checkpoint that has just been found to be whole, by this process or another."""
     path = checkpoint_path(folder, step)
-    return Checkpoint(path, step, json.loads((path / STATE).read_bytes()))
+    return Checkpoint(path, step, parse_json((path / STATE).read_bytes()))
 
 
 def newest_checkpoint(folder: Path, report: Callable[[str], None]) -> Checkpoint | None:
@@ -214,69 +222,11 @@ def remove_unfinished(folder: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def write_synced(path: Path, data: bytes) -> None:
-    """Writes a file that has reached the disk when this returns."""
-    try:
-        with open(path, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise _naming(error, path) from None
-
-
-def replace_synced(path: Path, data: bytes) -> None:
-    """Replaces a file at once: the old one or the new one, never a part."""
-    beside = path.with_name(f".{path.name}.unfinished")
-    try:
-        write_synced(beside, data)
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
-    sync(path.parent)
-
-
-def sync(path: Path) -> None:
-    """Flushes a file or the entries of a folder to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        raise _naming(error, path) from None
-    finally:
-        os.close(descriptor)
-
-
-def _naming(error: OSError, path: Path) -> OSError:
-    """The same error with the file it is about."""
-    return OSError(error.errno, error.strerror or str(error), str(path))
-
-
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    try:
+    with rust_os_errors(path):
         save_file(plain, path)
-    except SafetensorError as error:
-        # The library says "... (os error 28)" where Python would raise OSError.
-        number = re.search(r"os error (\d+)", str(error))
-        if number is None:
-            raise
-        code = int(number[1])
-        raise OSError(code, os.strerror(code), str(path)) from None
     sync(path)
-
-
-def file_checksum(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _seal(content: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def is_disk_full(error: OSError) -> bool:
-    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def load_parameters(model: nn.Module, checkpoint: Checkpoint) -> None:

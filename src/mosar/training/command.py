@@ -8,6 +8,7 @@ from pathlib import Path
 
 from mosar.data.config import DataConfig
 from mosar.training.config import RunConfig, changed_config, resolve_config
+from mosar.training.errors import TrainingError
 from mosar.training.loop import TrainResult, train
 from mosar.training.run_folder import has_run, read_config
 from mosar.training.team import launched
@@ -18,11 +19,21 @@ VARIANT, PRESET = "mosar", "quick"
 def choose_config(
     out: Path, variant: str | None, preset: str | None, data: Path | None, changes: Sequence[str]
 ) -> RunConfig:
-    """The configuration that the options ask for; without any, that of the run in `out`."""
+    """The configuration that the options ask for; without any, that of the run in `out`.
+
+    A TrainingError where nothing is asked for and there is no run: a mistyped folder.
+    """
     # Absolute: the run may be gone on with from another folder.
     if has_run(out) and variant is None and preset is None:
         moved = [] if data is None else [f"data.folder={data.absolute()}"]
         return changed_config(read_config(out), [*moved, *changes])
+    if variant is None and preset is None and data is None:
+        error = TrainingError(
+            f"there is no run in {out} to go on with; a new one is started with --variant, "
+            f"--preset or --data: mosar train --variant {VARIANT} --preset {PRESET} --out {out}"
+        )
+        error.is_told_elsewhere = launched()[0] > 0
+        raise error
     folder = Path(DataConfig().folder if data is None else data).absolute()
     return resolve_config(
         variant=variant or VARIANT, preset=preset or PRESET, data=folder, changes=changes

@@ -22,6 +22,7 @@ from typing import Any, Literal, TypeGuard, Union, get_args, get_origin, get_typ
 
 from mosar.data.config import DataConfig
 from mosar.data.tasks import TASKS
+from mosar.files import parse_json
 from mosar.geometries import VARIANTS, AttentionConfig
 from mosar.model.config import ModelConfig
 from mosar.training.precision import automatic_precision
@@ -372,9 +373,11 @@ def _parse(kind: Any, text: str, key: str) -> Any:
         return _decode(kind, text, key)
     if any(get_origin(option) is tuple or is_dataclass(option) for option in options):
         try:
-            return _decode(kind, json.loads(text), key)
-        except json.JSONDecodeError:
+            value = parse_json(text)
+        except ValueError:
             pass
+        else:
+            return _decode(kind, value, key)
     raise ValueError(f"{key} must be {_name(kind)}, got {text!r}")
 
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from mosar.files import make_folder, replace_synced
 from mosar.training import checkpoints
 from mosar.training.checkpoints import DamagedCheckpoint
 from mosar.training.config import DistributedConfig
@@ -19,6 +20,7 @@ from mosar.training.run_folder import (
     locked,
     read_config,
     read_data_fingerprint,
+    read_metrics,
     truncate_metrics,
     write_config,
 )
@@ -47,8 +49,10 @@ def consolidate(run: Path, out: Path, step: int | None = None) -> int:
     state = {key: checkpoint.state[key] for key in kept} | {"mesh": None}
     with _made_beside(out) as folder:
         if (run / METRICS).exists():
-            checkpoints.replace_synced(folder / METRICS, (run / METRICS).read_bytes())
-            truncate_metrics(folder / METRICS, step)
+            # Checked as a whole here; the copy is cut to the checkpoint.
+            read_metrics(run)
+            replace_synced(folder / METRICS, (run / METRICS).read_bytes())
+            state["metrics"] = truncate_metrics(folder / METRICS, step)
         checkpoints.write_checkpoint(
             folder / CHECKPOINTS, step, checkpoint.model(), checkpoint.optimizer(), state
         )
@@ -60,6 +64,7 @@ def consolidate(run: Path, out: Path, step: int | None = None) -> int:
 def _made_beside(out: Path) -> Iterator[Path]:
     """A folder to fill, which takes the place of `out` when all of it is there, or never."""
     folder = out.absolute().with_name(f".{out.absolute().name}.unfinished")
+    make_folder(folder, named=out)
     with locked(folder):
         try:
             # What a process that was killed left here.

@@ -12,6 +12,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from typing import Any
 
 import torch
 
+from mosar.planning.parameters import parameter_parts, total
 from mosar.records import environment
 from mosar.training import checkpoints
 from mosar.training.batches import Batches, TaskBatches, open_batches
@@ -42,9 +44,11 @@ from mosar.training.run_folder import (
     MetricsFile,
     check_same_run,
     foreign_file,
+    has_made_a_step,
     has_run,
     locked,
     read_config,
+    read_data_fingerprint,
     read_metrics,
     truncate_metrics,
     write_config,
@@ -86,6 +90,7 @@ def train(
     team = open_team(config)
     with _endings(out), team.running(out):
         with team.together():
+            _check_memory(config, team)
             check_precision(config.train)
             check_tensorboard(config)
         if not team.is_first:
@@ -106,12 +111,16 @@ def _train(
     with team.together():
         batches = open_batches(config, team.share)
     _check_agreement(team, config, batches)
-    start = team.from_first(lambda: _open_run(config, out, batches, reporter, resume=resume))
-    learner = Learner.build(config, batches, initialise=start == 0, team=team)
-    if start:
-        _restore(learner, checkpoints.open_checkpoint(out / CHECKPOINTS, start), reporter)
+    found = team.from_first(lambda: _find_step(config, out, batches, reporter, resume=resume))
+    learner = Learner.build(config, batches, initialise=found is None, team=team)
+    if found is not None:
+        # That of an imported model may be of step 0.
+        _restore(learner, checkpoints.open_checkpoint(out / CHECKPOINTS, found), reporter)
+    start = found or 0
     team.from_first(lambda: _check_space(learner, out))
-    with _writers(config, out, start, team) as writers, reporter.running(start):
+    # Only now is the folder this run's: what could not even be built must not keep it.
+    link = team.from_first(lambda: _claim(config, out, batches, start, reporter))
+    with _writers(config, out, start, team, link) as writers, reporter.running(start):
         for line in _steps(learner, out, start, stop, writers.metrics):
             writers.write(line)
             reporter.show(line)
@@ -133,13 +142,11 @@ class _Writers:
 
 
 @contextmanager
-def _writers(config: RunConfig, out: Path, start: int, team: Team) -> Iterator[_Writers]:
+def _writers(config: RunConfig, out: Path, start: int, team: Team, link: str) -> Iterator[_Writers]:
     if not team.is_first:
         yield _Writers()
         return
-    # Without a checkpoint even the evaluation before the first step is done again.
-    truncate_metrics(out / METRICS, start if start else -1)
-    metrics = MetricsFile(out / METRICS)
+    metrics = MetricsFile(out / METRICS, link)
     try:
         with tensorboard_writer(config, out, start) as board:
             yield _Writers(metrics, board)
@@ -207,6 +214,7 @@ def save(learner: Learner, out: Path, step: int, metrics: MetricsFile | None = N
         "rng": {"torch": base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode()},
         "environment": environment(),
         "mesh": team.describe(),
+        "metrics": None if metrics is None else metrics.link,
     }
     path = team.write_checkpoint(learner, folder, step, state)
     team.from_first(
@@ -228,17 +236,17 @@ def _check_agreement(team: Team, config: RunConfig, batches: Batches | TaskBatch
             )
 
 
-def _open_run(
+def _find_step(
     config: RunConfig,
     out: Path,
     batches: Batches | TaskBatches,
     reporter: Reporter,
     *,
     resume: bool,
-) -> int:
-    """Makes `out` the folder of this run; the step of the checkpoint to go on from, or 0."""
-    folder, fingerprint = out / CHECKPOINTS, batches.fingerprint()
-    if has_run(out) and not resume:
+) -> int | None:
+    """The step of the checkpoint to go on from, if any; refuses a folder of something else."""
+    folder = out / CHECKPOINTS
+    if has_run(out) and has_made_a_step(out) and not resume:
         raise TrainingError(f"{out} already holds a run; give another --out")
     if not has_run(out):
         if checkpoints.list_steps(folder):
@@ -247,9 +255,12 @@ def _open_run(
             raise TrainingError(
                 f"{out} is no run, and not empty (it holds {other}); give another --out"
             )
-        write_config(out, config, fingerprint)
-        return 0
-    check_same_run(out, config, fingerprint, reporter.say)
+        return None
+    if has_made_a_step(out):
+        check_same_run(out, config, batches.fingerprint(), reporter.say)
+    else:
+        # Whatever it was configured as, nothing came of it; but it must be a run.
+        read_config(out)
     checkpoints.remove_unfinished(folder)
     try:
         checkpoint = checkpoints.newest_checkpoint(folder, reporter.say)
@@ -262,9 +273,19 @@ def _open_run(
             )
         if checkpoint.state["config_hash"] != config.fingerprint():
             raise TrainingError(f"{checkpoint.path} belongs to a run of another configuration")
-    if read_config(out) != config:
+    return None if checkpoint is None else checkpoint.step
+
+
+def _claim(
+    config: RunConfig, out: Path, batches: Batches | TaskBatches, start: int, reporter: Reporter
+) -> str:
+    """Makes `out` the folder of this run; the link of the metrics that stay."""
+    # Without a checkpoint even the evaluation before the first step is done again.
+    link = truncate_metrics(out / METRICS, start if start else -1, reporter.say)
+    fingerprint = batches.fingerprint()
+    if not has_run(out) or (read_config(out), read_data_fingerprint(out)) != (config, fingerprint):
         write_config(out, config, fingerprint)
-    return 0 if checkpoint is None else checkpoint.step
+    return link
 
 
 def _restore(learner: Learner, checkpoint: Checkpoint, reporter: Reporter) -> None:
@@ -317,6 +338,23 @@ def _interrupted(
     return error
 
 
+def _check_memory(config: RunConfig, team: Team) -> None:
+    """A model that cannot fit is refused before anything is made."""
+    parameters = total(parameter_parts(config))
+    # The gradient and two moments besides; other devices hold those, but get the parameters here.
+    copies = 4 if torch.device(config.train.device).type == "cpu" else 1
+    needed = 4 * copies * parameters / team.num_processes
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > there:
+        names = ("vocab_size", "hidden_size", "num_layers", "num_heads", "head_dim", "ffn_size")
+        sizes = ", ".join(f"model.{name}={getattr(config.model, name)}" for name in names)
+        sizes += f" and attention.router_hidden={config.attention.router_hidden}"
+        raise TrainingError(
+            f"a model with {sizes} has {parameters:.4g} parameters; to train it takes "
+            f"{needed / 1e9:.4g} GB of memory, and this machine has {there / 1e9:.4g} GB"
+        )
+
+
 def _check_space(learner: Learner, out: Path) -> None:
     """A run must not find out at its first checkpoint that there is no room for one."""
     # Parameters and two moments of each.
@@ -340,7 +378,22 @@ def _endings(out: Path) -> Iterator[None]:
     except OSError as error:
         where = error.filename or out
         reason = error.strerror or str(error)
-        raise TrainingError(f"{where}: {reason}; {_last_good(out)}") from error
+        left = f"; {_last_good(out)}" if out.is_dir() else ""
+        raise TrainingError(f"{where}: {reason}{left}") from error
+    except (MemoryError, RuntimeError) as error:
+        # torch has no class of its own for memory of the CPU that it cannot have.
+        if isinstance(error, TrainingError) or not _is_out_of_memory(error):
+            raise
+        line = str(error).partition("\n")[0] or "out of memory"
+        raise TrainingError(
+            f"{line}; {_last_good(out)}; a smaller train.micro_batch (with a larger "
+            "train.accumulation) or a smaller model takes less memory"
+        ) from error
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    kinds = (MemoryError, torch.OutOfMemoryError)
+    return isinstance(error, kinds) or "DefaultCPUAllocator" in str(error)
 
 
 def _like(error: TrainingError, message: str) -> TrainingError:
@@ -357,4 +410,6 @@ def _last_good(out: Path) -> str:
 def _last_losses(out: Path) -> list[float]:
     """Of the last step that was logged, and of the last evaluation."""
     losses = {line["split"]: line["lm_loss"] for line in read_metrics(out)}
+    if not {"train", "valid"} <= losses.keys():
+        raise TrainingError(f"the run is finished, but {out / METRICS} has lost its last lines")
     return [losses["train"], losses["valid"]]

@@ -1,7 +1,7 @@
 """The run folder: its lock, its configuration, its metrics, its checkpoints.
 
 RUN/config.json     the resolved configuration, complete, with versions and the data's fingerprint
-RUN/metrics.jsonl   one object a line, by step
+RUN/metrics.jsonl   one object a line, by step; its checksum vouches for the lines before it too
 RUN/checkpoints/    see checkpoints.py
 RUN/.lock           held by the process that trains; the system releases it when that dies
 """
@@ -14,22 +14,33 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from mosar.files import (
+    CHECKSUM,
+    LINE_DIGITS,
+    checksum,
+    make_folder,
+    parse_json,
+    replace_synced,
+    sealed,
+    unsealed,
+)
 from mosar.records import environment
-from mosar.training.checkpoints import replace_synced
+from mosar.training import checkpoints
 from mosar.training.config import NEUTRAL, ROUNDING, RunConfig
 from mosar.training.errors import TrainingError
 
 CONFIG, METRICS, CHECKPOINTS, LOCK = "config.json", "metrics.jsonl", "checkpoints", ".lock"
 SCHEMA_VERSION = 1
 _BATCH = {"train.micro_batch", "train.accumulation"}
+_WITHOUT = "put back what was written, or remove the file to go on without its lines"
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Holds the run folder, made if need be; a TrainingError where another process does."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         try:
@@ -60,6 +71,14 @@ def has_run(folder: Path) -> bool:
     return (folder / CONFIG).exists()
 
 
+def has_made_a_step(folder: Path) -> bool:
+    """Whether the run in `folder` has come far enough to keep others out."""
+    metrics = folder / METRICS
+    # The first line is the evaluation before the first step.
+    recorded = metrics.exists() and metrics.read_bytes().count(b"\n") > 1
+    return recorded or bool(checkpoints.list_steps(folder / CHECKPOINTS))
+
+
 def foreign_file(folder: Path, own: Iterable[str] = ()) -> str | None:
     """A file or folder, not hidden, that lies in `folder` and is none of its `own`."""
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
@@ -70,7 +89,7 @@ def _read(folder: Path) -> tuple[RunConfig, str]:
     """The configuration and the fingerprint of the data."""
     path = folder / CONFIG
     try:
-        saved = json.loads(path.read_bytes())
+        saved = parse_json(path.read_bytes())
         if saved.get("schema") != SCHEMA_VERSION:
             raise ValueError(f"its schema is {saved.get('schema')!r}, not {SCHEMA_VERSION}")
         head = ("schema", "environment", "data_fingerprint")
@@ -127,47 +146,108 @@ def check_same_run(
         report(f"{', '.join(rounding)} changed: sums are taken in another order from here on")
 
 
-def truncate_metrics(path: Path, step: int) -> None:
-    """Keeps the whole lines up to `step`: what comes later will be written again."""
+class _Line(NamedTuple):
+    """A line of the metrics."""
+
+    data: bytes
+    values: dict[str, Any]
+    link: str
+    """Its checksum, which follows from all lines up to it."""
+
+
+def _read_lines(path: Path) -> Iterator[_Line]:
+    """The whole lines; a TrainingError names the first that is not what was written."""
+    link, expected = "", False
+    for number, data in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+        try:
+            values, found = unsealed(parse_json(data), link)
+            if not {"step", "split"} <= values.keys():
+                raise ValueError("it has no step or no split")
+            if expected and not found:
+                raise ValueError("its checksum is missing")
+        except ValueError as error:
+            raise TrainingError(
+                f"{path}, line {number} or one before it is not what was written: {error}; "
+                f"{_WITHOUT}"
+            ) from None
+        # Earlier versions wrote no checksums; lines after theirs vouch for them.
+        expected, link = found, checksum(values, link)[:LINE_DIGITS]
+        yield _Line(data, values, link)
+
+
+def truncate_metrics(
+    path: Path, step: int, report: Callable[[str], None] = lambda message: None
+) -> str:
+    """Keeps the whole lines up to `step`, as what comes later will be written again; their link.
+
+    A TrainingError where they are not those that the checkpoint of `step` knows; `report` is told
+    where there is no file at all.
+    """
+    link = _promised_link(path.parent / CHECKPOINTS, step)
     if not path.exists():
-        return
-    data = path.read_bytes()
-    kept = b"".join(line for line in data.splitlines(keepends=True) if _is_kept(line, step))
-    if kept != data:
-        replace_synced(path, kept)
-
-
-def _is_kept(line: bytes, step: int) -> bool:
-    if not line.endswith(b"\n"):
-        return False
-    try:
-        return json.loads(line)["step"] <= step
-    except (ValueError, KeyError, TypeError):
-        return False
+        if link:
+            report(f"{path} is missing; going on without the lines up to step {step}")
+        return ""
+    kept: list[_Line] = []
+    for line in _read_lines(path) if step >= 0 else ():
+        if line.values["step"] > step:
+            break
+        kept.append(line)
+        if line.link == link:
+            # Whatever follows, the checkpoint does not promise it.
+            break
+    last = kept[-1].link if kept else ""
+    if link not in (None, last):
+        raise TrainingError(f"{path} lacks lines up to step {step}; {_WITHOUT}")
+    data = b"".join(line.data + b"\n" for line in kept)
+    if data != path.read_bytes():
+        replace_synced(path, data)
+    return last
 
 
 def read_metrics(folder: Path, split: str | None = None) -> list[dict[str, Any]]:
-    """The lines of a run's metrics, of one split or all; an unfinished last line is left out."""
-    lines = (folder / METRICS).read_bytes().split(b"\n")[:-1]
-    values = [json.loads(line) for line in lines]
-    return [line for line in values if split is None or line["split"] == split]
+    """The lines of a run's metrics, of one split or all; an unfinished last line is left out.
+
+    A TrainingError where they are not what was written, as far as the newest checkpoint knows.
+    """
+    # In this order: a process that trains writes the lines first.
+    steps = checkpoints.list_steps(folder / CHECKPOINTS)
+    link = _promised_link(folder / CHECKPOINTS, steps[-1]) if steps else None
+    lines = list(_read_lines(folder / METRICS))
+    if link and link not in {line.link for line in lines}:
+        raise TrainingError(
+            f"{folder / METRICS} lacks lines up to the newest checkpoint; {_WITHOUT}"
+        )
+    return [line.values for line in lines if split is None or line.values["split"] == split]
+
+
+def _promised_link(folder: Path, step: int) -> str | None:
+    """The link of the last line that a checkpoint was written after; None where it has none."""
+    try:
+        return checkpoints.open_checkpoint(folder, step).state.get("metrics")
+    except (OSError, ValueError, AttributeError):
+        # There is no such checkpoint, or it is damaged, which others will say.
+        return None
 
 
 class MetricsFile:
     """Appends lines to the metrics; whole ones, and on the disk once `sync` returns."""
 
-    def __init__(self, path: Path):
-        self.path = path
+    def __init__(self, path: Path, link: str = ""):
+        """`link`: as `truncate_metrics` returned it."""
+        self.path, self.link = path, link
         self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
     def append(self, values: Mapping[str, Any]) -> None:
-        line = json.dumps(values, allow_nan=False).encode() + b"\n"
+        content = sealed(values, self.link, LINE_DIGITS)
+        line = json.dumps(content).encode() + b"\n"
         try:
             written = os.write(self._descriptor, line)
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(self.path)) from None
         if written != len(line):
             raise OSError(f"{self.path} took only a part of a line; is the disk full?")
+        self.link = content[CHECKSUM]
 
     def sync(self) -> None:
         os.fsync(self._descriptor)

@@ -9,13 +9,14 @@ holds, under DCP_SHARDING_INFO, where each part begins.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
+
+from mosar.files import parse_json
 
 PARAMETERS, OPTIMIZER_STATE = 1, 2
 _PREFIX = "shard-{process:05d}-"
@@ -38,7 +39,7 @@ def assemble(files: Iterable[Path]) -> dict[str, Tensor]:
     parts: dict[str, list[tuple[list[int], Tensor]]] = {}
     for file in files:
         with safe_open(file, "pt") as opened:
-            offsets = json.loads((opened.metadata() or {}).get("DCP_SHARDING_INFO", "{}"))
+            offsets = parse_json((opened.metadata() or {}).get("DCP_SHARDING_INFO", "{}"))
             for name in opened.keys():  # noqa: SIM118
                 tensor = opened.get_tensor(name)
                 begin = offsets.get(name, {}).get("saved_offsets", [0] * tensor.dim())

@@ -5,6 +5,7 @@ DIR/model.safetensors        the parameters, under `decoder.`
 DIR/generation_config.json   where a text ends
 DIR/tokenizer.json, …        where the data was text
 DIR/README.md                the model card
+DIR/checksums.json           what the others were when they were written
 """
 
 from __future__ import annotations
@@ -19,13 +20,22 @@ from mosar.data.manifest import Manifest
 from mosar.data.tokenizer import Tokenizer
 from mosar.evaluation.errors import EvaluationError
 from mosar.evaluation.subject import Subject
+from mosar.files import write_synced
 from mosar.integrations.hf.card import model_card
 from mosar.integrations.hf.errors import ModelFolderError
-from mosar.integrations.hf.folders import CARD, CONFIG, WEIGHTS, load_model, new_folder, quiet
+from mosar.integrations.hf.folders import (
+    CARD,
+    CONFIG,
+    WEIGHTS,
+    load_model,
+    new_folder,
+    quiet,
+    write_checksums,
+)
 from mosar.integrations.hf.model import MosarForCausalLM
 from mosar.integrations.hf.tokenizer import fast_tokenizer
-from mosar.training.checkpoints import write_synced
 from mosar.training.config import RunConfig
+from mosar.training.errors import TrainingError
 from mosar.training.run_folder import METRICS, read_metrics
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -53,7 +63,8 @@ def export_run(
     try:
         subject = Subject.open(run, step)
         manifest, tokenizer = _open_data(subject, data)
-    except EvaluationError as error:
+        origin = provenance(subject)
+    except (EvaluationError, TrainingError) as error:
         raise ModelFolderError(str(error)) from None
     end = {}
     if tokenizer is not None:
@@ -61,7 +72,7 @@ def export_run(
     model = MosarForCausalLM.from_decoder(
         subject.decoder.cpu(),
         routing=routing,
-        provenance=provenance(subject),
+        provenance=origin,
         **end,
     )
     _narrow(model, DTYPES[dtype])
@@ -75,6 +86,7 @@ def export_run(
         write_synced(staging / CARD, card.encode())
         # transformers keeps weights to their owner; a model is made to be shared.
         (staging / WEIGHTS).chmod((staging / CONFIG).stat().st_mode)
+        write_checksums(staging)
         # What was written is what was meant, before anybody relies on it.
         _check_written(load_model(staging), model)
     return out

@@ -13,13 +13,24 @@ from transformers.utils import logging
 
 from mosar.data.errors import DataError
 from mosar.data.staging import staged_folder
+from mosar.files import file_checksum, parse_json, rust_os_errors, sealed, unsealed, write_synced
 from mosar.integrations.hf.config import MosarDecoderConfig
 from mosar.integrations.hf.errors import ModelFolderError
 from mosar.integrations.hf.model import MosarForCausalLM
 
 CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
+CHECKSUMS = "checksums.json"
+# What decides the model's numbers; the card and the rest are there to be edited.
+_CHECKED = (CONFIG, "*.safetensors", "tokenizer.json")
 _WRITTEN = (
-    *(CONFIG, CARD, "generation_config.json", "*.safetensors", "*.safetensors.index.json"),
+    *(
+        CONFIG,
+        CARD,
+        CHECKSUMS,
+        "generation_config.json",
+        "*.safetensors",
+        "*.safetensors.index.json",
+    ),
     *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
 )
 
@@ -27,7 +38,7 @@ _WRITTEN = (
 def is_model_folder(folder: Path) -> bool:
     """Whether `folder` holds one of our models in the form of transformers."""
     try:
-        values = json.loads((folder / CONFIG).read_bytes())
+        values = parse_json((folder / CONFIG).read_bytes())
     except (OSError, ValueError):
         return False
     return isinstance(values, dict) and values.get("model_type") == MosarDecoderConfig.model_type
@@ -47,12 +58,13 @@ def load_model(folder: Path | str, *, dtype: torch.dtype | None = None) -> Mosar
             f"{folder} is no exported model: its {CONFIG} does not say so; make one with mosar "
             "export"
         )
+    check_checksums(folder)
     try:
         with quiet():
             model, info = MosarForCausalLM.from_pretrained(  # pyright: ignore[reportGeneralTypeIssues]
                 folder, dtype="auto" if dtype is None else dtype, output_loading_info=True
             )
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError, RecursionError) as error:
         line = " ".join(str(error).split())
         raise ModelFolderError(f"cannot load {folder}: {line}") from None
     wrong = [key for keys in info.values() for key in keys]
@@ -62,6 +74,34 @@ def load_model(folder: Path | str, *, dtype: torch.dtype | None = None) -> Mosar
             f"the parameters in {folder} are not those of its {CONFIG}: {kinds}, {wrong[0]} first"
         )
     return model.eval()
+
+
+def write_checksums(folder: Path) -> None:
+    """Notes what the files of a model are, for `load_model` to compare."""
+    paths = sorted(path for pattern in _CHECKED for path in folder.glob(pattern))
+    content = sealed({"files": {path.name: file_checksum(path) for path in paths}})
+    write_synced(folder / CHECKSUMS, json.dumps(content, indent=1).encode() + b"\n")
+
+
+def check_checksums(folder: Path) -> None:
+    """A ModelFolderError names a file that is not what was exported; without notes none is."""
+    path = folder / CHECKSUMS
+    advice = f"export it again, or remove {CHECKSUMS} if it was changed on purpose"
+    try:
+        files = unsealed(parse_json(path.read_bytes()))[0]["files"]
+        changed = [name for name in files if file_checksum(folder / name) != files[name]]
+    except FileNotFoundError as error:
+        if error.filename == str(path):
+            return
+        raise ModelFolderError(f"{error.filename} is missing; {advice}") from None
+    except OSError as error:
+        raise ModelFolderError(f"cannot read {error.filename}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise ModelFolderError(f"{path} is damaged: {error}; {advice}") from None
+    if changed:
+        raise ModelFolderError(
+            f"{folder / changed[0]} is not what was exported: its checksum is wrong; {advice}"
+        )
 
 
 def _is_ours(path: Path) -> bool:
@@ -84,14 +124,18 @@ def quiet() -> Iterator[None]:
 
 
 @contextmanager
-def new_folder(out: Path, *, replace: bool, what: str) -> Iterator[Path]:
-    """A folder to fill, which is `out` once the block has ended well; `what` it is to hold."""
+def new_folder(out: Path, *, replace: bool | None, what: str) -> Iterator[Path]:
+    """A folder to fill, which is `out` once the block has ended well; `what` it is to hold.
+
+    replace: whether one that holds such a thing may go; None where there is no such choice.
+    """
     out = Path(out)
     if out.exists() and not out.is_dir():
         raise ModelFolderError(f"{out} is a file; choose another --out")
     if out.is_dir() and any(out.iterdir()):
         if not replace:
-            raise ModelFolderError(f"{out} is not empty; choose another --out")
+            other = "" if replace is None else f", or replace {what} with --force"
+            raise ModelFolderError(f"{out} is not empty; choose another --out{other}")
         if not is_model_folder(out):
             raise ModelFolderError(f"{out} holds something else than {what}; choose another --out")
         foreign = sorted(path.name for path in out.iterdir() if not _is_ours(path))
@@ -101,7 +145,10 @@ def new_folder(out: Path, *, replace: bool, what: str) -> Iterator[Path]:
                 "it, or choose another --out"
             )
     try:
-        with staged_folder(out, replace=True, replaceable=lambda _: True) as staging:
+        with (
+            staged_folder(out, replace=True, replaceable=lambda _: True) as staging,
+            rust_os_errors(out),
+        ):
             yield staging
     except DataError as error:
         raise ModelFolderError(str(error)) from None

@@ -6,7 +6,6 @@ The optimizer's state was not exported: training goes on with a new one.
 from __future__ import annotations
 
 import base64
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,9 @@ from mosar.integrations.hf.errors import ModelFolderError
 from mosar.integrations.hf.folders import load_model, new_folder
 from mosar.records import environment
 from mosar.training.batches import data_fingerprint
-from mosar.training.checkpoints import write_checkpoint, write_synced
+from mosar.training.checkpoints import write_checkpoint
 from mosar.training.config import RunConfig, TrainConfig
-from mosar.training.run_folder import CHECKPOINTS, METRICS, write_config
+from mosar.training.run_folder import CHECKPOINTS, METRICS, MetricsFile, write_config
 
 
 def import_model(folder: Path | str, out: Path | str, *, data: Path | None = None) -> Path:
@@ -54,18 +53,28 @@ def import_model(folder: Path | str, out: Path | str, *, data: Path | None = Non
         fingerprint = origin["data_fingerprint"]
     if data is not None:
         config = replace(config, data=replace(config.data, folder=str(data.absolute())))
-    with new_folder(out, replace=False, what="a run") as staging:
+    with new_folder(out, replace=None, what="a run") as staging:
         write_config(staging, config, fingerprint)
-        lines = "".join(json.dumps(line) + "\n" for line in metrics)
-        write_synced(staging / METRICS, lines.encode())
         write_checkpoint(
             staging / CHECKPOINTS,
             step,
             dict(model.decoder.named_parameters()),
             {},
-            _state(config),
+            _state(config) | {"metrics": _write_metrics(staging / METRICS, metrics)},
         )
     return out
+
+
+def _write_metrics(path: Path, lines: list[dict[str, Any]]) -> str:
+    """Writes the lines; their link."""
+    file = MetricsFile(path)
+    try:
+        for line in lines:
+            file.append(line)
+        file.sync()
+    finally:
+        file.close()
+    return file.link
 
 
 def _state(config: RunConfig) -> dict[str, Any]:
@@ -95,7 +104,8 @@ def _old_run(
     """The configuration, step and last metrics of the run that a model was exported from."""
     try:
         origin = config.provenance or {}
-        run, step, metrics = RunConfig.from_dict(origin["run"]), origin["step"], origin["metrics"]
+        run, step = RunConfig.from_dict(origin["run"]), origin["step"]
+        metrics = [dict(line) for line in origin["metrics"]]
         if isinstance(step, bool) or not isinstance(step, int) or not origin["data_fingerprint"]:
             raise ValueError(f"its step is {step!r}")
     except (ValueError, KeyError, TypeError) as error:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from mosar.core.config import MoSARConfig
+from mosar.files import parse_json, replace_synced
 from mosar.integrations.retrofit.adapter import copy_routers, save_adapter
 from mosar.integrations.retrofit.attach import Retrofit
 from mosar.integrations.retrofit.base_model import BaseIdentity, check_length, context_length
@@ -39,6 +40,7 @@ from mosar.training.run_folder import (
     CONFIG,
     METRICS,
     MetricsFile,
+    has_made_a_step,
     locked,
     truncate_metrics,
 )
@@ -87,8 +89,8 @@ def train_retrofit(
     with locked(out), stop_requests() as stop:
         run = _Run(attached, windows, settings, out, base, start_from)
         start = run.open(reporter)
-        truncate_metrics(out / METRICS, start if start else -1)
-        metrics = MetricsFile(out / METRICS)
+        link = truncate_metrics(out / METRICS, start if start else -1, reporter.say)
+        metrics = MetricsFile(out / METRICS, link)
         try:
             with reporter.running(start):
                 for line in run.steps(start, stop, metrics):
@@ -140,16 +142,16 @@ class _Run:
                 raise RetrofitError(
                     f"{self.out} has checkpoints but no {CONFIG}; give another --out"
                 )
-            saved = content | {"environment": environment()}
-            checkpoints.replace_synced(path, json.dumps(saved, indent=1).encode() + b"\n")
-            return 0
+            return self._begin(path, content)
         try:
-            saved = json.loads(path.read_bytes())
+            saved = parse_json(path.read_bytes())
             differing = [key for key in content if saved.get(key) != content[key]]
         except (OSError, ValueError, AttributeError):
             raise RetrofitError(
                 f"{path} is not a retrofit's configuration; give another --out"
             ) from None
+        if differing and saved.get("kind") == content["kind"] and not has_made_a_step(self.out):
+            return self._begin(path, content)
         if differing:
             raise RetrofitError(
                 f"{self.out} holds a run with other {', '.join(differing)}; give another --out"
@@ -164,6 +166,11 @@ class _Run:
         self._restore(checkpoint)
         reporter.say(f"going on from step {checkpoint.step}")
         return checkpoint.step
+
+    def _begin(self, path: Path, content: dict[str, Any]) -> int:
+        saved = content | {"environment": environment()}
+        replace_synced(path, json.dumps(saved, indent=1).encode() + b"\n")
+        return 0
 
     def steps(
         self, start: int, stop: StopRequest, metrics: MetricsFile
@@ -295,6 +302,7 @@ class _Run:
             optimizer |= checkpoints.optimizer_tensors(learner.optimizer, names)
         folder = self.out / CHECKPOINTS
         state = {"cost_weight": self.cost_weight, "environment": environment()}
+        state["metrics"] = metrics.link
         model = {name: parameter for parameter, name in names.items()}
         checkpoints.write_checkpoint(folder, step, model, optimizer, state)
         checkpoints.prune_checkpoints(folder, 2, 0)
@@ -331,7 +339,7 @@ def read_settings(out: Path | str) -> tuple[RetrofitSettings, MoSARConfig]:
     """The settings and the geometry of the run in `out`."""
     path = Path(out) / CONFIG
     try:
-        saved = json.loads(path.read_bytes())
+        saved = parse_json(path.read_bytes())
         if saved["kind"] != "retrofit":
             raise ValueError("it is of another kind of run")
         return RetrofitSettings.from_dict(saved["settings"]), MoSARConfig.from_dict(

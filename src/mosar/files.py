@@ -1,0 +1,160 @@
+"""Files that are whole, and known to be what was written: atomic writes, checksums, JSON.
+
+    checksum = sha256(before + JSON of the values, keys sorted)
+
+An object carries it in its field `checksum`, a line of a JSONL file the first 16 digits of it.
+`before` is "" but where a line vouches for the lines before it too. What was written without a
+checksum is read without one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+CHECKSUM = "checksum"
+LINE_DIGITS = 16
+# Nothing that is written here comes near it; Python itself gives up at about 1,000.
+_DEEPEST = 100
+
+
+class DamagedFile(ValueError):
+    """A file that is not what was written; the message names it and says what to do."""
+
+
+def parse_json(data: bytes | str) -> Any:
+    """What a JSON text holds; a ValueError where it is none, or nested too deeply."""
+    try:
+        values = json.loads(data)
+    except RecursionError:
+        raise ValueError(f"it is nested more than {_DEEPEST} deep") from None
+    openings = ("[", "{") if isinstance(data, str) else (b"[", b"{")
+    if sum(map(data.count, openings)) > _DEEPEST and _is_deep(values):  # pyright: ignore[reportArgumentType]
+        raise ValueError(f"it is nested more than {_DEEPEST} deep")
+    return values
+
+
+def _is_deep(values: Any) -> bool:
+    level = [values]
+    for _ in range(_DEEPEST + 1):
+        holders = [v.values() if isinstance(v, dict) else v for v in level if _holds(v)]
+        level = [value for holder in holders for value in holder]
+    return bool(level)
+
+
+def _holds(value: Any) -> bool:
+    return isinstance(value, dict | list)
+
+
+def checksum(values: Mapping[str, Any], before: str = "") -> str:
+    return hashlib.sha256((before + json.dumps(values, sort_keys=True)).encode()).hexdigest()
+
+
+def sealed(
+    values: Mapping[str, Any], before: str = "", digits: int | None = None
+) -> dict[str, Any]:
+    """The values as JSON holds them, with their checksum; NaN is a ValueError."""
+    plain = json.loads(json.dumps(values, allow_nan=False))
+    return plain | {CHECKSUM: checksum(plain, before)[:digits]}
+
+
+def unsealed(values: Any, before: str = "") -> tuple[dict[str, Any], bool]:
+    """The values without their checksum, and whether there was one; a ValueError if it is wrong."""
+    if not isinstance(values, dict):
+        raise ValueError(f"it must be a JSON object, got {type(values).__name__}")
+    plain = {key: value for key, value in values.items() if key != CHECKSUM}
+    if CHECKSUM not in values:
+        return plain, False
+    found = values[CHECKSUM]
+    if not isinstance(found, str) or len(found) < LINE_DIGITS:
+        raise ValueError(f"its checksum is {found!r:.80}")
+    if not checksum(plain, before).startswith(found):
+        raise ValueError("it was altered after it was written (its checksum is wrong)")
+    return plain, True
+
+
+def file_checksum(path: Path, report: Callable[[int], None] | None = None) -> str:
+    """sha256 of a file; `report` is told the bytes of every block that was read."""
+    digest = hashlib.sha256()
+    with open(path, "rb", buffering=0) as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+            if report is not None:
+                report(len(block))
+    return digest.hexdigest()
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    """Writes a file that has reached the disk when this returns."""
+    try:
+        with open(path, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise _naming(error, path) from None
+
+
+def replace_synced(path: Path, data: bytes) -> None:
+    """Replaces a file at once: the old one or the new one, never a part."""
+    beside = path.with_name(f".{path.name}.unfinished")
+    try:
+        write_synced(beside, data)
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Flushes a file or the entries of a folder to the disk."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except PermissionError:
+        if os.name == "nt":  # Windows opens no folders.
+            return
+        raise
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        raise _naming(error, path) from None
+    finally:
+        os.close(descriptor)
+
+
+def make_folder(folder: Path, named: Path | None = None) -> None:
+    """Makes a folder where there is none; an OSError says of `named`, by default it, what to do."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        place = folder if named is None else named
+        reason = f"the folder cannot be made ({error.strerror})"
+        if isinstance(error, FileExistsError | NotADirectoryError):
+            reason = "a file is in the place of a folder"
+        raise OSError(error.errno, f"{reason}; give another --out", str(place)) from None
+
+
+@contextmanager
+def rust_os_errors(path: Path) -> Iterator[None]:
+    """As OSError what packages in Rust raise as errors of their own: "… (os error 28)"."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        if number is None:
+            raise
+        code = int(number[1])
+        raise OSError(code, os.strerror(code), str(path)) from None
+
+
+def _naming(error: OSError, path: Path) -> OSError:
+    """The same error with the file it is about."""
+    return OSError(error.errno, error.strerror or str(error), str(path))
