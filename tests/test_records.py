@@ -6,6 +6,7 @@ import pytest
 
 from benchmark_records import make_benchmark
 from mosar import __version__
+from mosar.files import DamagedFile
 from mosar.records import (
     SCHEMA_VERSION,
     ErrorCheck,
@@ -118,3 +119,21 @@ def test_not_a_number_is_not_written(tmp_path):
     with pytest.raises(ValueError, match="JSON"):
         append_record(path, make_benchmark(gemm_gflops=float("nan")))
     assert not path.exists()
+
+
+def test_an_altered_digit_is_noticed(tmp_path):
+    path = tmp_path / "a.jsonl"
+    for flops in (11.5, 22.5, 33.5):
+        append_record(path, make_benchmark(gemm_gflops=flops))
+    text = path.read_text()
+    assert text.count("22.5") == 1
+    path.write_text(text.replace("22.5", "22.6"))
+    with pytest.raises(DamagedFile, match=r"a\.jsonl, line 2: it was altered .* remove the file"):
+        read_records(path)
+
+
+def test_records_of_earlier_versions_have_no_checksum(tmp_path):
+    path, record = tmp_path / "a.jsonl", make_benchmark()
+    path.write_text(json.dumps(record.to_dict()) + "\n")
+    append_record(path, record)
+    assert read_records(path) == [record, record]

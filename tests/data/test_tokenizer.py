@@ -166,7 +166,9 @@ def test_a_file_that_is_no_tokenizer(tmp_path):
         read_tokenizer(tmp_path / "nothing")
 
 
-@pytest.mark.parametrize("spec", ["bpe", "bpe:", "bpe:256", "bpe:-5", "bpe:many", "bpe:²", "bpe:1048577"])
+@pytest.mark.parametrize(
+    "spec", ["bpe", "bpe:", "bpe:256", "bpe:-5", "bpe:many", "bpe:²", "bpe:1048577"]
+)
 def test_a_wrong_vocabulary_is_refused(spec):
     with pytest.raises(ValueError, match="VOCAB from 257 to 1048576"):
         parse_bpe(spec)

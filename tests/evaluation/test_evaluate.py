@@ -107,6 +107,19 @@ def test_a_damaged_record_is_made_again(run, counted, content):
     assert untimed(read_records(path)) == untimed(first[1:])
 
 
+def test_an_altered_record_is_made_again_and_said(run, counted, capfd):
+    folder = run("rope")
+    first = evaluate(folder, **QUICK)
+    path = folder / "evaluations" / "step-00000006-len-00128-native.json"
+    values = json.loads(path.read_text())
+    path.write_text(json.dumps(values | {"loss": values["loss"] - 1}) + "\n")
+    counted.clear()
+    assert untimed(evaluate(folder, **QUICK)) == untimed(first)
+    assert counted == [128]
+    assert f"{path} is damaged or was altered; computing it again" in capfd.readouterr().err
+    assert untimed(read_records(path)) == untimed(first[1:])
+
+
 def test_an_interrupted_write_leaves_the_old_one(run, monkeypatch):
     folder = run("rope")
     (first, _) = evaluate(folder, **QUICK)
@@ -179,6 +192,10 @@ def test_evaluation_leaves_the_training_as_it_was(run):
         (
             lambda f: (f / "checkpoints/step-00000006/model.safetensors").write_bytes(b"x"),
             r"step 6 in .* is damaged \(model.safetensors was .*; others are there for --step: 3",
+        ),
+        (
+            lambda f: [p.write_bytes(b"x") for p in f.glob("checkpoints/*/model.safetensors")],
+            r"step 6 in .* is damaged \(model.safetensors was .*; no other one is whole",
         ),
         (
             lambda f: (f / "checkpoints/step-00000006/state.json").unlink(),

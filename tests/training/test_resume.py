@@ -10,11 +10,13 @@ import threading
 
 import pytest
 
+from mosar.files import sealed
 from mosar.training import checkpoints, loop
+from mosar.training.consolidate import consolidate
 from mosar.training.errors import TrainingError, TrainingInterrupted
 from mosar.training.loop import train
 from mosar.training.run_folder import MetricsFile, read_metrics
-from training.runs import assert_same_run, leftovers, saved_config, steps, tensors
+from training.runs import assert_same_run, leftovers, lines, saved_config, steps, tensors
 
 STEPS = 8
 SHORT = (f"train.steps={STEPS}", "train.checkpoint_every=3", "train.eval_every=4")
@@ -153,6 +155,99 @@ def test_a_line_cut_off_is_written_again(config, whole, tmp_path, monkeypatch):
         file.write(b'{"step": 6, "spl')
     train(config, tmp_path / "run", progress=False)
     assert_same_run(tmp_path / "run", whole)
+
+
+def altered(lines):
+    return [*lines[:4], lines[4].replace(b'"loss": ', b'"loss": 1'), *lines[5:]]
+
+
+def unsealed_line(lines):
+    values = json.loads(lines[4])
+    del values["checksum"]
+    return [*lines[:4], json.dumps(values).encode() + b"\n", *lines[5:]]
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (altered, r"metrics\.jsonl, line 5 or one before it is not .*its checksum is wrong"),
+        (lambda lines: lines[:4] + lines[5:], r"metrics\.jsonl, line 5 or one before it is not"),
+        (lambda lines: lines[1:], r"metrics\.jsonl, line 1 or one before it is not"),
+        (unsealed_line, r"metrics\.jsonl, line 5 .*its checksum is missing"),
+        (lambda lines: [*lines[:4], b"{\n", *lines[5:]], r"metrics\.jsonl, line 5 or one before"),
+        (lambda lines: [*lines[:4], b"[" * 100_000 + b"\n", *lines[5:]], "line 5 .* 100 deep"),
+        (lambda lines: [], r"metrics\.jsonl lacks lines up to"),
+        (lambda lines: lines[:-1], r"metrics\.jsonl lacks lines up to"),
+    ],
+)
+def test_metrics_that_are_not_what_was_written(config, whole, tmp_path, damage, message):
+    out = shutil.copytree(whole, tmp_path / "run")
+    metrics = out / "metrics.jsonl"
+    spoilt = b"".join(damage(metrics.read_bytes().splitlines(keepends=True)))
+    metrics.write_bytes(spoilt)
+    for read in (lambda: train(config, out, progress=False), lambda: read_metrics(out)):
+        with pytest.raises(TrainingError, match=message) as caught:
+            read()
+        assert "or remove the file to go on without its lines" in str(caught.value)
+    assert metrics.read_bytes() == spoilt
+    with pytest.raises(TrainingError, match=message):
+        consolidate(out, tmp_path / "plain")
+
+
+def test_metrics_that_were_removed_are_done_without(config, whole, tmp_path, monkeypatch, capfd):
+    out = shutil.copytree(whole, tmp_path / "run")
+    metrics = out / "metrics.jsonl"
+    metrics.unlink()
+    with pytest.raises(TrainingError, match=r"finished, and .*metrics\.jsonl is missing"):
+        train(config, out, progress=False)
+    shutil.rmtree(out / "checkpoints" / "step-00000008")
+    # Twice: it must also survive being killed before the next checkpoint.
+    at_step(monkeypatch, 8, crash)
+    with pytest.raises(Crash):
+        train(config, out, progress=False)
+    monkeypatch.undo()
+    assert "is missing; going on without the lines up to step 6" in capfd.readouterr().err
+    assert [line["step"] for line in read_metrics(out)] == [7]
+    train(config, out, progress=False)
+    kept = [line for line in lines(whole) if line["step"] > 6]
+    assert lines(out) == kept and tensors(out) == tensors(whole)
+    metrics.write_bytes(b"".join(metrics.read_bytes().splitlines(keepends=True)[1:]))
+    with pytest.raises(TrainingError, match="line 1 or one before it is not what was written"):
+        read_metrics(out)
+
+
+def test_garbage_after_the_checkpoint_is_written_again(config, whole, tmp_path):
+    """As a power failure leaves it: lines that were not flushed yet."""
+    out = shutil.copytree(whole, tmp_path / "run")
+    shutil.rmtree(out / "checkpoints" / "step-00000008")
+    metrics = out / "metrics.jsonl"
+    kept = [line for line in metrics.read_bytes().splitlines() if json.loads(line)["step"] <= 6]
+    metrics.write_bytes(b"\n".join([*kept, b"\0" * 300, b"\0" * 20]))
+    train(config, out, progress=False)
+    assert_same_run(out, whole)
+
+
+def test_a_run_of_before_checksums_goes_on_and_gets_them(config, whole, tmp_path):
+    out = shutil.copytree(whole, tmp_path / "run")
+    shutil.rmtree(out / "checkpoints" / "step-00000008")
+    metrics = out / "metrics.jsonl"
+    old = [json.loads(line) for line in metrics.read_bytes().splitlines()]
+    for line in old:
+        del line["checksum"]
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in old))
+    state = out / "checkpoints" / "step-00000006" / "state.json"
+    values = json.loads(state.read_text())
+    del values["checksum"], values["metrics"]
+    state.write_text(json.dumps(sealed(values), indent=1))
+    assert read_metrics(out) == read_metrics(whole)
+    train(config, out, progress=False)
+    assert_same_run(out, whole)
+    # The lines that follow vouch for the old ones.
+    lines = metrics.read_bytes().splitlines(keepends=True)
+    assert b"checksum" not in lines[2] and b"checksum" in lines[-1]
+    metrics.write_bytes(b"".join(lines[:2] + lines[3:]))
+    with pytest.raises(TrainingError, match="or one before it is not what was written"):
+        read_metrics(out)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json"])
@@ -379,7 +474,7 @@ def test_too_little_room_is_said_at_the_beginning(config, tmp_path, monkeypatch)
 
 def test_a_folder_that_cannot_be_written(config, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
-    with pytest.raises(TrainingError, match=r"Not a directory|File exists"):
+    with pytest.raises(TrainingError, match=r"run: a file is in the place of a folder; give anot"):
         train(config, tmp_path / "file" / "run", progress=False)
 
     def read_only(*arguments, **options):

@@ -280,6 +280,11 @@ def _claim(
     config: RunConfig, out: Path, batches: Batches | TaskBatches, start: int, reporter: Reporter
 ) -> str:
     """Makes `out` the folder of this run; the link of the metrics that stay."""
+    if start == config.train.steps and not (out / METRICS).exists():
+        raise TrainingError(
+            f"the run is finished, and {out / METRICS} is missing; put it back, or train on with "
+            "--set train.steps=…"
+        )
     # Without a checkpoint even the evaluation before the first step is done again.
     link = truncate_metrics(out / METRICS, start if start else -1, reporter.say)
     fingerprint = batches.fingerprint()
@@ -348,7 +353,8 @@ def _check_memory(config: RunConfig, team: Team) -> None:
     if needed > there:
         names = ("vocab_size", "hidden_size", "num_layers", "num_heads", "head_dim", "ffn_size")
         sizes = ", ".join(f"model.{name}={getattr(config.model, name)}" for name in names)
-        sizes += f" and attention.router_hidden={config.attention.router_hidden}"
+        names = ("router_hidden", "routing_groups")
+        sizes += "".join(f", attention.{name}={getattr(config.attention, name)}" for name in names)
         raise TrainingError(
             f"a model with {sizes} has {parameters:.4g} parameters; to train it takes "
             f"{needed / 1e9:.4g} GB of memory, and this machine has {there / 1e9:.4g} GB"
@@ -410,6 +416,4 @@ def _last_good(out: Path) -> str:
 def _last_losses(out: Path) -> list[float]:
     """Of the last step that was logged, and of the last evaluation."""
     losses = {line["split"]: line["lm_loss"] for line in read_metrics(out)}
-    if not {"train", "valid"} <= losses.keys():
-        raise TrainingError(f"the run is finished, but {out / METRICS} has lost its last lines")
     return [losses["train"], losses["valid"]]

@@ -33,6 +33,7 @@ from mosar.training.errors import TrainingError
 
 CONFIG, METRICS, CHECKPOINTS, LOCK = "config.json", "metrics.jsonl", "checkpoints", ".lock"
 SCHEMA_VERSION = 1
+_AFTER = "after"
 _BATCH = {"train.micro_batch", "train.accumulation"}
 _WITHOUT = "put back what was written, or remove the file to go on without its lines"
 
@@ -151,16 +152,21 @@ class _Line(NamedTuple):
 
     data: bytes
     values: dict[str, Any]
+    before: str
+    """The link of the line before it; of the first one, that of lines that were lost, or ""."""
     link: str
     """Its checksum, which follows from all lines up to it."""
 
 
 def _read_lines(path: Path) -> Iterator[_Line]:
     """The whole lines; a TrainingError names the first that is not what was written."""
-    link, expected = "", False
+    before, expected = "", False
     for number, data in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
         try:
-            values, found = unsealed(parse_json(data), link)
+            content = parse_json(data)
+            if number == 1 and isinstance(content, dict):
+                before = str(content.get(_AFTER, ""))
+            values, found = unsealed(content, before)
             if not {"step", "split"} <= values.keys():
                 raise ValueError("it has no step or no split")
             if expected and not found:
@@ -171,8 +177,10 @@ def _read_lines(path: Path) -> Iterator[_Line]:
                 f"{_WITHOUT}"
             ) from None
         # Earlier versions wrote no checksums; lines after theirs vouch for them.
-        expected, link = found, checksum(values, link)[:LINE_DIGITS]
-        yield _Line(data, values, link)
+        expected, link = found, checksum(values, before)[:LINE_DIGITS]
+        values.pop(_AFTER, None)
+        yield _Line(data, values, before, link)
+        before = link
 
 
 def truncate_metrics(
@@ -187,16 +195,18 @@ def truncate_metrics(
     if not path.exists():
         if link:
             report(f"{path} is missing; going on without the lines up to step {step}")
-        return ""
+        return link or ""
     kept: list[_Line] = []
+    last = ""
     for line in _read_lines(path) if step >= 0 else ():
-        if line.values["step"] > step:
+        if line.before == link or line.values["step"] > step:
+            last = line.before
             break
         kept.append(line)
-        if line.link == link:
-            # Whatever follows, the checkpoint does not promise it.
+        last = line.link
+        if last == link:
+            # Whatever follows, the checkpoint does not promise it; it may not even be lines.
             break
-    last = kept[-1].link if kept else ""
     if link not in (None, last):
         raise TrainingError(f"{path} lacks lines up to step {step}; {_WITHOUT}")
     data = b"".join(line.data + b"\n" for line in kept)
@@ -214,7 +224,7 @@ def read_metrics(folder: Path, split: str | None = None) -> list[dict[str, Any]]
     steps = checkpoints.list_steps(folder / CHECKPOINTS)
     link = _promised_link(folder / CHECKPOINTS, steps[-1]) if steps else None
     lines = list(_read_lines(folder / METRICS))
-    if link and link not in {line.link for line in lines}:
+    if link and not any(link in (line.before, line.link) for line in lines):
         raise TrainingError(
             f"{folder / METRICS} lacks lines up to the newest checkpoint; {_WITHOUT}"
         )
@@ -237,9 +247,12 @@ class MetricsFile:
         """`link`: as `truncate_metrics` returned it."""
         self.path, self.link = path, link
         self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self._is_empty = os.fstat(self._descriptor).st_size == 0
 
     def append(self, values: Mapping[str, Any]) -> None:
-        content = sealed(values, self.link, LINE_DIGITS)
+        # The lines before were lost: the first line says which ones it comes after.
+        lost = {_AFTER: self.link} if self._is_empty and self.link else {}
+        content = sealed({**values, **lost}, self.link, LINE_DIGITS)
         line = json.dumps(content).encode() + b"\n"
         try:
             written = os.write(self._descriptor, line)
@@ -247,7 +260,7 @@ class MetricsFile:
             raise OSError(error.errno, error.strerror, str(self.path)) from None
         if written != len(line):
             raise OSError(f"{self.path} took only a part of a line; is the disk full?")
-        self.link = content[CHECKSUM]
+        self.link, self._is_empty = content[CHECKSUM], False
 
     def sync(self) -> None:
         os.fsync(self._descriptor)

@@ -1,7 +1,10 @@
 """A run's checkpoint becomes a model of transformers and a run again, and no bit is lost."""
 
 import json
+import resource
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -11,13 +14,22 @@ from typer.testing import CliRunner
 from mosar.cli import app
 from mosar.data.tokenizer import load_tokenizer
 from mosar.evaluation.subject import Subject
+from mosar.files import sealed
 from mosar.geometries import VARIANTS
+from mosar.integrations.hf import MosarForCausalLM
 from mosar.integrations.hf.errors import ModelFolderError
 from mosar.integrations.hf.export import export_run
+from mosar.integrations.hf.folders import load_model
 from mosar.integrations.hf.run_import import import_model
 from mosar.records import EvaluationRecord
+from mosar.training.config import changed_config
 from mosar.training.loop import train
-from mosar.training.run_folder import read_config, read_metrics
+from mosar.training.run_folder import (
+    read_config,
+    read_data_fingerprint,
+    read_metrics,
+    write_config,
+)
 
 from .runs import STEP, parameters_of, small_model
 
@@ -143,8 +155,6 @@ def test_no_path_of_the_machine_travels(run, dataset, tmp_path):
 def test_an_imported_run_trains_on(run, dataset, tmp_path):
     folder = export_run(run(), tmp_path / "exported")
     again = import_model(folder, tmp_path / "again", data=dataset)
-    from mosar.training.config import changed_config
-
     longer = ["train.steps=22", "train.decay_steps=20"]
     result = train(changed_config(read_config(again), longer), again, progress=False)
     assert (result.resumed_from, result.step) == (STEP, 22)
@@ -157,6 +167,84 @@ def test_a_model_of_no_run_becomes_one(dataset, tmp_path):
     made = import_model(tmp_path / "model", tmp_path / "run", data=dataset)
     subject = Subject.open(made)
     assert subject.step == 0 and subject.config.variant == "mosar"
+
+
+def test_a_model_of_no_run_is_trained_on_and_not_anew(run, dataset, tmp_path):
+    model = MosarForCausalLM.from_pretrained(export_run(run("rope"), tmp_path / "exported"))
+    model.config.provenance = None
+    model.save_pretrained(tmp_path / "model")
+    made = import_model(tmp_path / "model", tmp_path / "run", data=dataset)
+    config = changed_config(
+        read_config(made),
+        ["train.learning_rate=0", "train.min_learning_rate=0", "train.weight_decay=0"],
+    )
+    write_config(made, config, read_data_fingerprint(made))
+    state = made / "checkpoints" / "step-00000000" / "state.json"
+    values = json.loads(state.read_text()) | {"config_hash": config.fingerprint()}
+    del values["checksum"]
+    state.write_text(json.dumps(sealed(values)))
+    assert train(config, made, progress=False).step == 1
+    trained, started = Subject.open(made).decoder, model.decoder
+    for name, parameter in started.named_parameters():
+        assert torch.equal(trained.get_parameter(name), parameter), name
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_an_altered_export_is_refused(run, bpe_dataset, tmp_path, name):
+    folder = export_run(run("mosar", bpe_dataset), tmp_path / "exported")
+    path = folder / name
+    data = bytearray(path.read_bytes())
+    data[len(data) * 3 // 4] ^= 1
+    path.write_bytes(data)
+    message = rf"{name} is not what was exported: its checksum is wrong; export it again"
+    if name == "config.json":
+        message = rf"{message}|is no exported model"
+    with pytest.raises(ModelFolderError, match=message):
+        import_model(folder, tmp_path / "again", data=bpe_dataset)
+    assert not (tmp_path / "again").exists()
+    path.unlink()
+    with pytest.raises(ModelFolderError, match=rf"{name} is missing|is no exported model"):
+        load_model(folder)
+
+
+def test_weights_changed_on_purpose_are_loaded(run, dataset, tmp_path):
+    """As `save_pretrained` writes them, into the folder of an export or another."""
+    folder = export_run(run(), tmp_path / "exported")
+    model = load_model(folder)
+    with torch.no_grad():
+        model.decoder.embedding.weight[0, 0] += 1
+    model.save_pretrained(tmp_path / "other")
+    load_model(tmp_path / "other")
+    model.save_pretrained(folder)
+    with pytest.raises(ModelFolderError, match=r"or remove checksums\.json if it was changed on"):
+        load_model(folder)
+    (folder / "checksums.json").unlink()
+    load_model(folder)
+
+
+@pytest.mark.parametrize("room", [1_000, 20_000])
+def test_a_full_disk(run, bpe_dataset, tmp_path, room):
+    """No file may grow beyond `room`: now the configuration fails, now the weights."""
+    source, out = run("mosar", bpe_dataset), tmp_path / "out"
+    words = [sys.executable, "-m", "mosar.cli", "export", str(source), "--out", str(out)]
+    result = subprocess.run(
+        words,
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (room, room)),
+    )
+    assert result.returncode == 1, result.stderr
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("mosar: error: ") and line.endswith("File too large")
+    assert [path.name for path in tmp_path.iterdir()] == ["mosar"]
+
+
+def test_altered_metrics_are_not_exported(run, tmp_path):
+    source = run()
+    (source / "metrics.jsonl").write_text('{"step": 20, "split": "valid", "loss": 1\n')
+    with pytest.raises(ModelFolderError, match=r"metrics\.jsonl, line 1 or one before it is not"):
+        export_run(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_what_cannot_be_exported(run, dataset, bpe_dataset, tmp_path):
@@ -179,7 +267,7 @@ def test_what_cannot_be_exported(run, dataset, bpe_dataset, tmp_path):
     with pytest.raises(ModelFolderError, match="any more; say where: --data"):
         export_run(moved, out)
     export_run(moved, out, data=dataset)
-    with pytest.raises(ModelFolderError, match="is not empty"):
+    with pytest.raises(ModelFolderError, match=r"is not empty; .* exported model with --force"):
         export_run(source, out)
     export_run(source, out, force=True)
     (out / "notes.txt").write_text("mine")
@@ -190,7 +278,7 @@ def test_what_cannot_be_exported(run, dataset, bpe_dataset, tmp_path):
         export_run(source, moved, force=True)
     with pytest.raises(ModelFolderError, match="is not the data that the run of"):
         import_model(out, tmp_path / "again", data=bpe_dataset)
-    with pytest.raises(ModelFolderError, match="is not empty"):
+    with pytest.raises(ModelFolderError, match=r"is not empty; choose another --out$"):
         import_model(out, moved)
 
 

@@ -19,6 +19,7 @@ from mosar.integrations.retrofit.objective import head_attention
 from mosar.integrations.retrofit.text import Windows
 from mosar.integrations.retrofit.train import train_retrofit
 from mosar.training.errors import TrainingInterrupted
+from mosar.training.run_folder import read_metrics
 
 LENGTH = 128
 SETTINGS = RetrofitSettings(
@@ -47,8 +48,7 @@ def run(out, settings=SETTINGS, **options):
 
 
 def lines(out, split):
-    found = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in found if line["split"] == split]
+    return read_metrics(out, split)
 
 
 @pytest.fixture(scope="module")
