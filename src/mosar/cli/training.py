@@ -58,7 +58,7 @@ def train(
     """Train a variant, or go on with the run in --out, bit for bit as if it had never stopped.
 
     Ctrl-C saves first. With neither --variant nor --preset, a run that is there goes on as it was
-    configured.
+    configured; where there is none, --variant, --preset or --data starts a new one.
 
     Example: mosar train --variant mosar --preset quick --data data/stdlib --out runs/mosar
 
