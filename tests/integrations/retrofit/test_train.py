@@ -17,7 +17,7 @@ from mosar.integrations.retrofit.config import RetrofitSettings
 from mosar.integrations.retrofit.learner import LayerLearner
 from mosar.integrations.retrofit.objective import head_attention
 from mosar.integrations.retrofit.text import Windows
-from mosar.integrations.retrofit.train import train_retrofit
+from mosar.integrations.retrofit.train import read_settings, train_retrofit
 from mosar.training.errors import TrainingInterrupted
 from mosar.training.run_folder import read_metrics
 
@@ -204,6 +204,20 @@ def test_another_run_in_the_folder_is_refused(trained):
     other = RetrofitSettings.from_dict(SETTINGS.to_dict() | {"target_density": 0.1})
     with pytest.raises(RetrofitError, match="holds a run with other settings"):
         run(out, other)
+
+
+def test_a_run_that_never_made_a_step_does_not_keep_its_folder(tmp_path, monkeypatch):
+    def no_memory(*arguments):
+        raise MemoryError
+
+    monkeypatch.setattr(training._Run, "_learn", no_memory)
+    with pytest.raises(MemoryError):
+        run(tmp_path / "run")
+    monkeypatch.undo()
+    other = RetrofitSettings.from_dict(SETTINGS.to_dict() | {"steps": 2})
+    _, result = run(tmp_path / "run", other)
+    assert (result.resumed_from, result.step) == (0, 2)
+    assert read_settings(tmp_path / "run")[0] == other
 
 
 @pytest.mark.parametrize(
