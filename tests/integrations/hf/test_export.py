@@ -267,7 +267,7 @@ def test_what_cannot_be_exported(run, dataset, bpe_dataset, tmp_path):
     with pytest.raises(ModelFolderError, match="any more; say where: --data"):
         export_run(moved, out)
     export_run(moved, out, data=dataset)
-    with pytest.raises(ModelFolderError, match=r"is not empty; .* exported model with --force"):
+    with pytest.raises(ModelFolderError, match="is not empty"):
         export_run(source, out)
     export_run(source, out, force=True)
     (out / "notes.txt").write_text("mine")
@@ -278,7 +278,7 @@ def test_what_cannot_be_exported(run, dataset, bpe_dataset, tmp_path):
         export_run(source, moved, force=True)
     with pytest.raises(ModelFolderError, match="is not the data that the run of"):
         import_model(out, tmp_path / "again", data=bpe_dataset)
-    with pytest.raises(ModelFolderError, match=r"is not empty; choose another --out$"):
+    with pytest.raises(ModelFolderError, match="is not empty"):
         import_model(out, moved)
 
 

@@ -124,18 +124,14 @@ def quiet() -> Iterator[None]:
 
 
 @contextmanager
-def new_folder(out: Path, *, replace: bool | None, what: str) -> Iterator[Path]:
-    """A folder to fill, which is `out` once the block has ended well; `what` it is to hold.
-
-    replace: whether one that holds such a thing may go; None where there is no such choice.
-    """
+def new_folder(out: Path, *, replace: bool, what: str) -> Iterator[Path]:
+    """A folder to fill, which is `out` once the block has ended well; `what` it is to hold."""
     out = Path(out)
     if out.exists() and not out.is_dir():
         raise ModelFolderError(f"{out} is a file; choose another --out")
     if out.is_dir() and any(out.iterdir()):
         if not replace:
-            other = "" if replace is None else f", or replace {what} with --force"
-            raise ModelFolderError(f"{out} is not empty; choose another --out{other}")
+            raise ModelFolderError(f"{out} is not empty; choose another --out")
         if not is_model_folder(out):
             raise ModelFolderError(f"{out} holds something else than {what}; choose another --out")
         foreign = sorted(path.name for path in out.iterdir() if not _is_ours(path))
