@@ -1,7 +1,7 @@
 """The report of retrofitted models: what routing costs and what it saves, as markdown.
 
 A folder of `mosar retrofit`, or one that holds several of them: then their points make a frontier.
-Read are adapter.json and the records; equal records give an equal report.
+Reads adapter.json and the records; equal records give an equal report.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from mosar.files import parse_json
+from mosar.files import DamagedFile, parse_json, unsealed
 from mosar.records import RetrofitEvaluation, RetrofitSpeed, read_records
 from mosar.report.markup import markdown
 
@@ -57,7 +57,11 @@ def find_runs(folder: Path) -> list[Path]:
 
 def load_run(folder: Path) -> RetrofittedRun:
     """The run and its records, of its present routers and of the text that was read last."""
-    description = parse_json((folder / DESCRIPTION).read_bytes())
+    path = folder / DESCRIPTION
+    try:
+        description, _ = unsealed(parse_json(path.read_bytes()))
+    except ValueError as error:
+        raise DamagedFile(f"{path}: {error}; copy the adapter again, or train it again") from None
     found = read_records(folder / RECORDS) if (folder / RECORDS).is_file() else []
     evaluations = [r for r in found if isinstance(r, RetrofitEvaluation)]
     text = evaluations[-1].text if evaluations else ""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from safetensors.torch import load, save
 from transformers import PreTrainedModel
 
 from mosar.core.config import MoSARConfig
+from mosar.files import parse_json, replace_synced, sealed, unsealed
 from mosar.integrations.retrofit.attach import Retrofit, retrofit
 from mosar.integrations.retrofit.base_model import BaseIdentity, load_base
 from mosar.integrations.retrofit.errors import RetrofitError
@@ -58,9 +58,9 @@ def save_adapter(
             "weights_sha256": hashlib.sha256(weights).hexdigest(),
             "notes": dict(notes or {}),
         }
-        description["checksum"] = _checksum(description)
-        _replace(folder / WEIGHTS, weights)
-        _replace(folder / DESCRIPTION, json.dumps(description, indent=1).encode() + b"\n")
+        replace_synced(folder / WEIGHTS, weights)
+        text = json.dumps(sealed(description), indent=1)
+        replace_synced(folder / DESCRIPTION, text.encode() + b"\n")
     except OSError as error:
         raise RetrofitError(f"cannot write {folder}: {error.strerror or error}") from None
     return folder
@@ -70,15 +70,16 @@ def read_description(folder: Path | str) -> dict[str, Any]:
     """What an adapter says about itself; a RetrofitError where there is none."""
     path = Path(folder) / DESCRIPTION
     try:
-        values = json.loads(path.read_bytes())
+        sealed_values = parse_json(path.read_bytes())
+        try:
+            values, _ = unsealed(sealed_values)
+        except ValueError as error:
+            raise RetrofitError(
+                f"{path}: {error}; copy the adapter again, or train it again"
+            ) from None
         if values["schema"] != SCHEMA_VERSION:
             raise RetrofitError(
                 f"{path} has schema {values['schema']!r}, and this version reads {SCHEMA_VERSION}"
-            )
-        if values.get("checksum", _checksum(values)) != _checksum(values):
-            raise RetrofitError(
-                f"{path} was altered after it was written (its checksum is wrong); copy the "
-                "adapter again, or train it again"
             )
         BaseIdentity(**values["base"])
         MoSARConfig.from_dict(values["geometry"])
@@ -171,12 +172,6 @@ def _check_base(model: PreTrainedModel, base: BaseIdentity, folder: Path, check:
         )
 
 
-def _checksum(description: Mapping[str, Any]) -> str:
-    """sha256 of all that it says, but for itself."""
-    content = {key: value for key, value in description.items() if key != "checksum"}
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
 def _read_weights(folder: Path, checksum: str) -> dict[str, torch.Tensor]:
     path = folder / WEIGHTS
     try:
@@ -189,15 +184,3 @@ def _read_weights(folder: Path, checksum: str) -> dict[str, torch.Tensor]:
         return load(content)
     except SafetensorError as error:
         raise RetrofitError(f"{path} is no safetensors file: {error}") from None
-
-
-def _replace(path: Path, data: bytes) -> None:
-    beside = path.with_name(f".{path.name}.unfinished")
-    try:
-        with open(beside, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
