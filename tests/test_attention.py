@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given
+from torch._subclasses import FakeTensorMode
 from torch.autograd import gradcheck
 
 from cases import DISTANCE_BIASES, ROUTINGS, SMALL, Case, assert_close, cases
@@ -111,6 +112,16 @@ def test_ties_go_to_the_lowest_index(routing):
         case.q, case.k, case.v, *lowest, SMALL, routing=routing, impl="reference"
     )
     assert torch.equal(reference(case)[0], by_hand)
+
+
+@pytest.mark.parametrize("impl", ["reference", "native", "tiled"])
+@pytest.mark.parametrize("routing", ["top1", "sparse"])
+def test_hard_routing_reads_labels_alone(routing, impl):
+    case = Case(num_queries=20, num_keys=20, dtype=torch.float32)
+    mixed = mosar_attention(*case.inputs, case.config, routing=routing, impl=impl)
+    one_hot = (top1_routing(case.pi_q), top1_routing(case.pi_k))
+    labels = mosar_attention(*case.inputs[:3], *one_hot, case.config, routing=routing, impl=impl)
+    assert torch.equal(mixed, labels)
 
 
 def test_one_hot_probabilities_make_soft_and_top1_the_same():
@@ -562,3 +573,50 @@ def test_a_gate_table_need_not_cover_pairs_that_do_not_exist():
     )
     assert output.isfinite().all()
     assert (lse[:, :, :3] == -math.inf).all()
+
+
+def test_a_gate_table_may_extend():
+    gates = torch.tensor([[0.0, -1.0, -2.0]], dtype=torch.float64)
+    long = torch.cat([gates, gates[:, -1:].expand(1, 9)], dim=1)
+    inputs = GOOD.q, GOOD.k, GOOD.v
+    with pytest.raises(ValueError, match="log_gate_extends"):
+        distance_attention(*inputs, log_gate=gates)
+    for impl in ("reference", "tiled"):
+        extended = distance_attention(*inputs, log_gate=gates, log_gate_extends=True, impl=impl)
+        assert torch.equal(extended, distance_attention(*inputs, log_gate=long, impl=impl))
+
+
+PLACED = Case(positions="gaps", padding="left", segments="packed", dtype=torch.float32)
+
+
+@pytest.mark.parametrize("case", [Case(dtype=torch.float32), PLACED], ids=["plain", "placed"])
+def test_the_meta_device_gives_shapes(case):
+    inputs = [x.to("meta") for x in case.inputs]
+    options = {name: x.to("meta") if torch.is_tensor(x) else x for name, x in case.options.items()}
+    for routing in ROUTINGS:
+        output, lse = mosar_attention(
+            *inputs, case.config, routing=routing, return_lse=True, **options
+        )
+        assert output.is_meta and output.shape == case.q.shape
+        assert lse.is_meta and lse.shape == case.q.shape[:-1]
+    slopes = torch.ones(case.num_heads, device="meta")
+    assert distance_attention(*inputs[:3], slopes=slopes, **options).is_meta
+    for impl in ("native", "tiled"):
+        with pytest.raises(ValueError, match=f"impl='{impl}' cannot serve: .* on meta"):
+            mosar_attention(*inputs, case.config, impl=impl, **options)
+
+
+def test_fake_tensors_give_shapes_and_leave_nothing_behind():
+    # A length and a geometry that nothing else asks for: nothing of them is kept already.
+    config = MoSARConfig(num_sinks=2, barrier=5.25)
+    case = Case(dtype=torch.float32, num_queries=19, num_keys=19, config=config)
+    real = case.inputs
+    with FakeTensorMode() as mode:
+        inputs = [mode.from_tensor(x) for x in real]
+        for routing in ROUTINGS:
+            output = mosar_attention(*inputs, config, routing=routing)
+            assert output.shape == case.q.shape
+        distance_attention(*inputs[:3])
+    for routing in ROUTINGS:
+        assert mosar_attention(*real, config, routing=routing).isfinite().all()
+    assert distance_attention(*real[:3]).isfinite().all()

@@ -284,6 +284,14 @@ def _choose_implementation(
             return "triton"
         if impl == "triton":
             raise ValueError(f"impl='triton' cannot serve: {obstacle}; use impl='auto'")
+    if q.device.type == "meta":
+        # Shapes alone: whatever needs no values serves.
+        if impl in ("auto", "reference"):
+            return "reference"
+        if impl == "tiled":
+            raise ValueError(
+                "impl='tiled' cannot serve: it reads the plan, and q is on meta; use impl='auto'"
+            )
     if impl in ("native", "auto"):
         obstacle = None
         if q.device.type != "cpu":

@@ -196,3 +196,9 @@ GOOD = {"labels_q": labels(2, 3), "labels_k": labels(2, 5), "config": SMALL}
 def test_wrong_input_is_named(changes, match):
     with pytest.raises(ValueError, match=match):
         build_hard_domain(**(GOOD | changes))
+
+
+def test_labels_without_values_are_refused():
+    labels = torch.zeros(1, 4, dtype=torch.long, device="meta")
+    with pytest.raises(ValueError, match="labels_q are on the meta device"):
+        build_hard_domain(labels, labels, MoSARConfig())

@@ -210,3 +210,9 @@ def test_input_dim_must_split_over_the_groups(input_dim, groups):
 def test_wrong_input_is_named(shape, match):
     with pytest.raises(ValueError, match=match):
         PostPositionRouter(12, with_groups(2))(torch.zeros(shape))
+
+
+@pytest.mark.parametrize("given", [[1, 2, 3], None, torch.tensor(1.0), torch.zeros(2, 0)])
+def test_top1_routing_names_what_it_cannot_take(given):
+    with pytest.raises(ValueError, match=r"probabilities must be a tensor \[\.\.\., R\]"):
+        top1_routing(given)

@@ -42,6 +42,8 @@ def build_hard_domain(
             "labels_q and labels_k must agree in batch and groups, "
             f"got {list(labels_q.shape)} and {list(labels_k.shape)}"
         )
+    if labels_q.device.type == "meta":
+        raise ValueError("labels_q are on the meta device: there is nothing to count")
     if labels_q.device != labels_k.device:
         raise ValueError(
             "labels_q and labels_k must be on one device, "

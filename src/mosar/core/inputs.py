@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from numbers import Real
 
 import torch
@@ -10,6 +11,13 @@ from torch import Tensor
 from mosar.core.layout import Layout, resolve_layout
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager:
+    """Where arithmetic is in the dtypes that it is given; there is no other on the meta device."""
+    if x.device.type == "meta":
+        return nullcontext()
+    return torch.autocast(x.device.type, enabled=False)
 
 
 class NotANumber(ValueError):

@@ -180,7 +180,14 @@ def resolve_layout(
 
 def can_check_values(tensor: Tensor) -> bool:
     """Values are checked where reading them is free: on the CPU, and not while being traced."""
-    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
+    return tensor.device.type == "cpu" and not is_traced()
+
+
+def is_traced() -> bool:
+    """Whether tensors have no values now, and none may be kept: in a graph, or among fake ones."""
+    if torch.compiler.is_compiling():
+        return True
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def _check_key_positions(layout: Layout) -> None:

@@ -17,7 +17,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from mosar.core.layout import can_check_values
+from mosar.core.layout import can_check_values, is_traced
 
 # Tables of so many positions are always worth their memory.
 _SHORT_TABLE = 1 << 16
@@ -71,7 +71,7 @@ def _rotation_table(
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [B, T, H, D] rotated, in its own dtype; the arithmetic is that of cos and sin."""
-    if torch.compiler.is_compiling():
+    if is_traced():
         # torch.compile fuses the plain formula, and cannot trace what is quick without it.
         x1, x2 = x.to(cos.dtype).chunk(2, dim=-1)
         return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], dim=-1).to(x.dtype)

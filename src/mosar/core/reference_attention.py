@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from mosar.core.config import MoSARConfig, check_config
 from mosar.core.hard_domain import support_mask
-from mosar.core.inputs import check_attention_inputs
+from mosar.core.inputs import check_attention_inputs, without_autocast
 from mosar.core.layout import Layout
 from mosar.core.outputs import ReferenceAttentionOutput
 from mosar.core.routers import PostPositionRouter, top1_routing
@@ -124,7 +124,7 @@ def dense_attention(
     """
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     repeats = q.shape[1] // k.shape[1]
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q):
         if key_valid is not None:
             # What a padded slot holds (often never written memory) must not matter.
             k = k.masked_fill(~key_valid[:, None, :, None], 0)

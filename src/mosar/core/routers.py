@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mosar.core.config import MoSARConfig, check_config
+from mosar.core.inputs import without_autocast
 from mosar.core.outputs import RouterOutput
 
 
@@ -72,7 +73,7 @@ class PostPositionRouter(nn.Module):
 
 def router_projection(x: Tensor, weight1: Tensor) -> Tensor:
     """W1 x: [B, T, ...] and [Gr, H, I] -> [B, Gr, T, H]; linear in x, so partial sums add up."""
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x):
         x_BTGI = x.reshape(*x.shape[:2], weight1.shape[0], -1).to(_wide(weight1))
         return torch.einsum("btgi,ghi->bgth", x_BTGI, weight1.to(x_BTGI.dtype))
 
@@ -82,7 +83,7 @@ def router_decision(
 ) -> RouterOutput:
     """What follows from W1 x: bias, GELU, the second layer, softmax."""
     dtype = hidden_BGTH.dtype
-    with torch.autocast(hidden_BGTH.device.type, enabled=False):
+    with without_autocast(hidden_BGTH):
         hidden_BGTH = F.gelu(hidden_BGTH + bias1.to(dtype)[:, None])
         logits_BGTR = torch.einsum("bgth,grh->bgtr", hidden_BGTH, weight2.to(dtype))
         logits_BGTR = logits_BGTR + bias2.to(dtype)[:, None]
@@ -96,6 +97,11 @@ def _wide(weight: Tensor) -> torch.dtype:
 
 def top1_routing(probabilities: Tensor) -> Tensor:
     """One-hot top-1 routing of the same shape and dtype, lowest index on ties; no gradient."""
+    given = probabilities.shape if isinstance(probabilities, Tensor) else probabilities
+    if not isinstance(given, torch.Size) or not given or not given[-1]:
+        raise ValueError(
+            f"probabilities must be a tensor [..., R], or logits of that shape, got {given!r}"
+        )
     labels = probabilities.detach().argmax(dim=-1)
     return F.one_hot(labels, probabilities.shape[-1]).to(probabilities.dtype)
 

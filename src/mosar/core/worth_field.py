@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mosar.core.config import MoSARConfig
+from mosar.core.inputs import without_autocast
 from mosar.core.outputs import WorthFieldOutput
 from mosar.core.regimes import RegimeKernel
 
@@ -41,7 +42,7 @@ class WorthField(nn.Module):
                 f"got {list(distances.shape)}"
             )
         dtype = torch.promote_types(torch.promote_types(pi_q.dtype, pi_k.dtype), torch.float32)
-        with torch.autocast(pi_q.device.type, enabled=False):
+        with without_autocast(pi_q):
             gate_TSRR = self.kernel(distances, dtype)
             worth = torch.einsum(
                 "...tm,...tsmn,...sn->...ts", pi_q.to(dtype), gate_TSRR, pi_k.to(dtype)

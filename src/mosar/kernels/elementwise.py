@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from mosar.core.inputs import without_autocast
+from mosar.core.layout import is_traced
 from mosar.kernels.native import native_obstacle
 
 
@@ -33,7 +35,7 @@ def geglu(gate: Tensor, up: Tensor) -> Tensor:
 def _serves(*tensors: Tensor) -> bool:
     """Whether the native passes can take these; torch.compile fuses plain formulas by itself."""
     return (
-        not torch.compiler.is_compiling()
+        not is_traced()
         and all(t.device.type == "cpu" and t.dtype == torch.float32 for t in tensors)
         and native_obstacle() is None
     )
@@ -63,7 +65,7 @@ class _RMSNorm(torch.autograd.Function):
             rows = gradient.contiguous().view(x.shape)
             dx, dweight = torch.ops.mosar.rms_norm_backward(rows, x, inverse, weight.contiguous())
             return dx.view(gradient.shape), dweight, None
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x):
             x_wide, g_wide = x.to(inverse.dtype), gradient.to(inverse.dtype)
             factor = 1 + weight.to(inverse.dtype)
             product = (g_wide * x_wide).reshape(-1, x.shape[-1])

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mosar.core.config import MoSARConfig
 from mosar.core.hard_domain import class_reach
-from mosar.core.layout import Layout, resolve_layout
+from mosar.core.layout import Layout, is_traced, resolve_layout
 from mosar.core.regimes import pair_geometry
 from mosar.kernels.autograd import GEOMETRY, NONE, TABLE, WORTH, register_attention
 from mosar.kernels.build import NativeBuildError, load_library
@@ -52,7 +52,7 @@ def build_native_plan(plan_input: PlanInput) -> Plan:
 
 def _dense_plan(layout: Layout) -> Plan:
     """The plan of all existing pairs; the ordinary one is the same for every layer and step."""
-    if not layout.is_ordinary or torch.compiler.is_compiling():
+    if not layout.is_ordinary or is_traced():
         return build_native_plan(dense_plan_input(layout))
     queries, keys = layout.query_positions.shape[1], layout.key_positions.shape[1]
     return _ordinary_plan(queries, keys, layout.window)
@@ -240,7 +240,7 @@ def _attend(
     trains = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (q, k, v, pi_q, pi_k)
     )
-    if trains or torch.compiler.is_compiling():
+    if trains or is_traced():
         out, lse, _ = torch.ops.mosar.attend(*arguments)
     else:
         # Straight to the kernel: the autograd layer alone takes as long as a hundred tokens.

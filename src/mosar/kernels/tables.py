@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mosar.core.config import MoSARConfig
-from mosar.core.layout import Layout
+from mosar.core.layout import Layout, is_traced
 from mosar.core.regimes import gate_extent, pair_gates, pair_geometry
 
 P = ParamSpec("P")
@@ -37,7 +37,7 @@ def kept_table(make: Callable[P, Tensor]) -> Callable[P, Tensor]:
 
     @wraps(make)
     def table(*args: P.args, **kwargs: P.kwargs) -> Tensor:
-        if torch.compiler.is_compiling():
+        if is_traced():
             return make(*args, **kwargs)
         return cached(*args, **kwargs)
 
@@ -56,7 +56,7 @@ def on_device(device: torch.device, make: Callable[..., Tensor], *arguments: Has
 
     In a graph of torch.compile it is made there; `make` takes the device last.
     """
-    if torch.compiler.is_compiling():
+    if is_traced():
         return make(*arguments, device=device)
     return _kept_on(device, make, *arguments)
 

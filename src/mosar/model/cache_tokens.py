@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mosar.core.config import MoSARConfig
 from mosar.core.inputs import DTYPES
-from mosar.core.layout import can_check_values
+from mosar.core.layout import can_check_values, is_traced
 
 FAR = torch.iinfo(torch.int32).max
 
@@ -62,7 +62,7 @@ class Tokens:
 
     def check_values(self, config: MoSARConfig, last_positions: Tensor) -> None:
         """Labels must be regimes, positions must not fall below those before, [B]."""
-        if torch.compiler.is_compiling():
+        if is_traced():
             return
         # Bookkeeping is on the CPU, so that they have to be read there anyway.
         labels, all_positions, all_valid = (
@@ -123,6 +123,8 @@ def check_heads(
         raise ValueError(f"{name} must be one of {[str(d) for d in DTYPES]}, got {x.dtype}")
     if device is not None and x.device != device:
         raise ValueError(f"{name} must be on the device of the cache, {device}, got {x.device}")
+    if x.device.type == "meta":
+        raise ValueError(f"{name} is on the meta device, of which a cache has nothing to keep")
     if x.requires_grad:
         raise ValueError(
             f"{name} requires a gradient, which no cache keeps; call the model under "
