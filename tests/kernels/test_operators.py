@@ -254,3 +254,24 @@ def test_missing_arguments_of_attention(impl, kind, names):
         arguments[SIGNATURE.index(name) - 4] = None
         with pytest.raises((ValueError, RuntimeError), match="mosar"):
             torch.ops.mosar.attend(*arguments)
+
+
+@pytest.mark.parametrize("kind", ["soft", "top1", "sparse", "both"])
+def test_export_leaves_the_length_open(kind):
+    """Across the number of keys up to which sparse routing takes its short cut."""
+    short = native._FEW_KEYS
+
+    def call(length):
+        return PLAIN.with_(num_queries=length, num_keys=length, head_dim=4)
+
+    class Attention(torch.nn.Module):
+        def forward(self, q, k, v, pi_q, pi_k):
+            return operator(call(1000), kind, impl="native")(q, k, v, pi_q, pi_k)
+
+    length = torch.export.Dim("length", max=100_000)
+    shapes = [{2: length}] * 3 + [{1: length}] * 2
+    program = torch.export.export(Attention(), call(50).inputs, dynamic_shapes=tuple(shapes))
+    for size in (2, 100, short, short + 1, 1000):
+        inputs = call(size).inputs
+        found, expected = program.module()(*inputs), Attention()(*inputs)
+        torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)

@@ -155,7 +155,7 @@ class Decoder(nn.Module):
                 f"it, got {type(cache).__name__}"
                 + (f" of {len(cache)}" if isinstance(cache, (RegimeCache, DenseCache)) else "")
             )
-        if len({layer.slots for layer in cache}) > 1:
+        if any(layer.slots != cache.slots for layer in cache):
             raise ValueError(
                 "the layers of the cache have been given different tokens (was a forward pass "
                 "interrupted?); reset() it"

@@ -7,13 +7,14 @@ Shapes: B rows, Hkv key/value heads, Gr routing groups, S tokens, D head dim, R 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mosar.model.cache_tokens import check_grid, check_heads
-from mosar.model.layer_cache import LayerCache, LayerCaches, ordinary
+from mosar.model.layer_cache import LayerCache, LayerCaches, enter_graphs, ordinary
 
 # Which dimension runs over tokens.
 _AXES = {"k": 2, "v": 2, "labels": 2, "pi": 2, "positions": 1, "valid": 1}
@@ -34,6 +35,17 @@ class DenseKeys:
     def __getitem__(self, name: str) -> Tensor:
         """What has been stored under a name, without the spare room."""
         return self._storage[name].narrow(_AXES[name], 0, self.length)
+
+    @classmethod
+    def of(cls, tensors: dict[str, Tensor]) -> DenseKeys:
+        """A store that holds these tensors themselves."""
+        store = cls()
+        store._storage, store.length = dict(tensors), tensors["k"].shape[2]
+        return store
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything that has been stored, by name."""
+        return {name: self[name] for name in self._storage}
 
     def get(self, name: str) -> Tensor | None:
         return self[name] if name in self._storage else None
@@ -60,7 +72,14 @@ class DenseKeys:
     @ordinary
     def append(self, **tensors: Tensor) -> None:
         """Adds tokens; dtypes are those of the first call."""
-        (added,) = {tensor.shape[_AXES[name]] for name, tensor in tensors.items()}
+        added = tensors["k"].shape[2]
+        if torch.compiler.is_exporting():
+            # A graph writes into none of its inputs, and has no use for spare room.
+            for name, tensor in tensors.items():
+                stored = [self[name]] if name in self._storage else []
+                self._storage[name] = torch.cat([*stored, tensor], dim=_AXES[name])
+            self.length = self.length + added
+            return
         for name, tensor in tensors.items():
             axis, stored = _AXES[name], self._storage.get(name)
             if stored is None or stored.shape[axis] < self.length + added:
@@ -139,11 +158,23 @@ class DenseLayerCache(LayerCache[DenseKeys]):
             valid=torch.ones_like(slots, dtype=torch.bool) if key_valid is None else key_valid,
         )
         self._store, self._rows, self._slots = store, rows, self._slots + count
-        self._placed |= key_valid is not None or not (
-            key_positions is None or torch.equal(key_positions, slots)
+        self._tensors = None
+        # What a graph is given may be anything.
+        self._placed |= key_valid is not None or (
+            key_positions is not None
+            and (torch.compiler.is_exporting() or not torch.equal(key_positions, slots))
         )
         placement = (store["positions"], store["valid"]) if self._placed else (None, None)
         return AllKeys(store["k"], store["v"], *placement)
+
+    def _ordered_tensors(self) -> dict[str, Tensor]:
+        assert self._store is not None
+        return self._store.tensors()
+
+    def load_tensors(self, tensors: dict[str, Tensor]) -> None:
+        self.reset()
+        self._store, self._placed = DenseKeys.of(tensors), True
+        self._rows, _, self._slots, _ = tensors["k"].shape
 
 
 class DenseCache(LayerCaches[DenseLayerCache]):
@@ -151,6 +182,13 @@ class DenseCache(LayerCaches[DenseLayerCache]):
 
     def __init__(self, num_layers: int):
         super().__init__([DenseLayerCache() for _ in range(num_layers)])
+
+    @classmethod
+    def from_settings(cls, settings: Sequence[dict[str, Any]]) -> DenseCache:
+        return cls(len(settings))
+
+
+enter_graphs(DenseCache)
 
 
 def with_spare(length: int) -> int:

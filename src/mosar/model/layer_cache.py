@@ -5,11 +5,13 @@ Shapes: B rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Generic, Protocol, TypeVar
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 # A tensor made inside torch.inference_mode cannot be changed outside of it; a cache outlives both.
 ordinary = torch.inference_mode(False)
@@ -42,6 +44,7 @@ class LayerCache(Generic[S]):
         """Forgets everything, also how many rows there were."""
         self._store: S | None = None
         self._slots = self._rows = 0
+        self._tensors: dict[str, Tensor] | None = None
 
     @property
     def slots(self) -> int:
@@ -75,7 +78,7 @@ class LayerCache(Generic[S]):
         length = self.check_crop(length)
         if self._store is not None and length < self._slots:
             self._store.crop(length)
-            self._slots = length
+            self._slots, self._tensors = length, None
 
     def check_crop(self, length: int) -> int:
         """What `crop` would keep; a ValueError where it would refuse."""
@@ -98,6 +101,28 @@ class LayerCache(Generic[S]):
             raise ValueError(f"repeats must be an integer >= 1, got {repeats!r}")
         self.batch_select(torch.arange(self._rows).repeat_interleave(repeats))
 
+    def tensors(self) -> dict[str, Tensor]:
+        """All tokens in the order they came, as `load_tensors` takes them.
+
+        Until something changes they are the same objects: torch.export knows its inputs by that.
+        """
+        if self._tensors is None:
+            stored = {} if self._store is None else self._ordered_tensors()
+            # Strides of spare room would be those of one length alone.
+            self._tensors = {name: tensor.contiguous() for name, tensor in stored.items()}
+        return self._tensors
+
+    def _ordered_tensors(self) -> dict[str, Tensor]:
+        raise NotImplementedError
+
+    def load_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Takes what `tensors` of another cache gave, in place of all tokens so far."""
+        raise NotImplementedError
+
+    def settings(self) -> dict[str, Any]:
+        """What another cache must be made with to take this one's tensors, as JSON holds it."""
+        return {}
+
     def batch_select(self, indices: Tensor) -> None:
         """The rows of these indices [B'], in their order; a row may come again, or not at all.
 
@@ -115,7 +140,7 @@ class LayerCache(Generic[S]):
             raise ValueError(f"indices must be rows 0..{last}, [B'], got {indices.tolist()}")
         if not torch.equal(rows, torch.arange(self._rows)):
             self._store.select_rows(rows)
-            self._rows = len(rows)
+            self._rows, self._tensors = len(rows), None
 
 
 L = TypeVar("L", bound=LayerCache)
@@ -183,3 +208,35 @@ class LayerCaches(Generic[L]):
     def batch_select(self, indices: Tensor) -> None:
         for layer in self.layers:
             layer.batch_select(indices)
+
+    @classmethod
+    def from_settings(cls, settings: Sequence[dict[str, Any]]) -> LayerCaches[L]:
+        """An empty cache of layers with these settings."""
+        raise NotImplementedError
+
+
+def enter_graphs(kind: type[LayerCaches]) -> None:
+    """Lets torch.export take a cache and give it back: tensors by layer, the rest a constant."""
+
+    def flatten(cache: LayerCaches) -> tuple[list[Any], str]:
+        return [layer.tensors() for layer in cache], json.dumps([x.settings() for x in cache])
+
+    def flatten_with_keys(cache: LayerCaches) -> tuple[list[Any], str]:
+        layers, settings = flatten(cache)
+        return [(pytree.SequenceKey(i), layer) for i, layer in enumerate(layers)], settings
+
+    def unflatten(layers: Iterable[Any], settings: str) -> LayerCaches:
+        cache = kind.from_settings(json.loads(settings))
+        for layer, tensors in zip(cache, layers, strict=True):
+            # torch.export also builds trees of other things than tensors; nobody reads them.
+            if tensors and all(isinstance(x, Tensor) for x in tensors.values()):
+                layer.load_tensors(tensors)
+        return cache
+
+    pytree.register_pytree_node(
+        kind,
+        flatten,
+        unflatten,
+        serialized_type_name=f"{kind.__module__}.{kind.__qualname__}",
+        flatten_with_keys_fn=flatten_with_keys,
+    )

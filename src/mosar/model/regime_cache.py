@@ -32,7 +32,7 @@ from mosar.core.layout import resolve_layout
 from mosar.kernels.decode import IMPLEMENTATIONS
 from mosar.model.cache_tokens import Tokens, check_grid, check_heads, check_labels, check_routing
 from mosar.model.dense_cache import DenseKeys
-from mosar.model.layer_cache import LayerCache, LayerCaches
+from mosar.model.layer_cache import LayerCache, LayerCaches, enter_graphs
 from mosar.model.sparse_keys import SparseKeys
 
 # What may be asked of a layer's cache besides its routing.
@@ -139,9 +139,10 @@ class RegimeLayerCache(LayerCache[SparseKeys | DenseKeys]):
         store = self._store
         if store is None:
             margin = self.crop_margin if self.evict else None
+            # Lists grow and shrink as labels fall: what is exported keeps every key, in order.
             store = (
                 SparseKeys(tokens, self.config, window=self.window, margin=margin, impl=self.impl)
-                if self.routing == "sparse"
+                if self.routing == "sparse" and not torch.compiler.is_exporting()
                 else DenseKeys()
             )
         if isinstance(store, SparseKeys):
@@ -161,7 +162,7 @@ class RegimeLayerCache(LayerCache[SparseKeys | DenseKeys]):
         self._store, self._placed = store, key_positions is not None
         self._rows, self._shape = k.shape[0], (k.shape[1], k.shape[3], tokens.labels.shape[1])
         self._stored_dtype, self._device = tokens.k.dtype, k.device
-        self._slots += k.shape[2]
+        self._slots, self._tensors = self._slots + k.shape[2], None
         self._checked_tokens = traits
 
     def attend(
@@ -237,6 +238,28 @@ class RegimeLayerCache(LayerCache[SparseKeys | DenseKeys]):
             impl="tiled" if self.impl == "torch" else self.impl,
             **options,
         )
+
+    def _ordered_tensors(self) -> dict[str, Tensor]:
+        return {name: x for name, x in self.ordered()._asdict().items() if x is not None}
+
+    def load_tensors(self, tensors: dict[str, Tensor]) -> None:
+        self.reset()
+        k = tensors["k"]
+        self._store, self._placed = DenseKeys.of(tensors), True
+        self._rows, heads, self._slots, dim = k.shape
+        self._shape = (heads, dim, tensors["labels"].shape[1])
+        self._stored_dtype, self._device = k.dtype, k.device
+
+    def settings(self) -> dict[str, Any]:
+        return {
+            "config": self.config.to_dict(),
+            "routing": self.routing,
+            "evict": self.evict,
+            "crop_margin": self.crop_margin,
+            "window": self.window,
+            "dtype": None if self.dtype is None else str(self.dtype).removeprefix("torch."),
+            "impl": self.impl,
+        }
 
     def settle(self) -> None:
         """Stores a chunk that nobody will attend from; else `attend` and `update` see to it."""
@@ -403,6 +426,19 @@ class RegimeCache(LayerCaches[RegimeLayerCache]):
             layer.check_set_routing(routing)
         for layer in self.layers:
             layer.set_routing(routing)
+
+    @classmethod
+    def from_settings(cls, settings: Sequence[dict[str, Any]]) -> RegimeCache:
+        configs = [MoSARConfig.from_dict(layer["config"]) for layer in settings]
+        windows = [layer["window"] for layer in settings]
+        options = {name: settings[0][name] for name in CACHE_OPTIONS - {"window"}}
+        if options["dtype"] is not None:
+            options["dtype"] = getattr(torch, options["dtype"])
+        routing = settings[0]["routing"]
+        return cls(configs, windows=windows, routing=routing, **options)
+
+
+enter_graphs(RegimeCache)
 
 
 def _check_routing(routing: str) -> None:
