@@ -258,8 +258,9 @@ def _check_distance_bias(
                     f"{name} must be smaller than {_LARGEST_BIAS:g} in magnitude"
                     f"{' (or -inf)' if name == 'log_gate' else ''}, got {values[refused][0]:g}"
                 )
-    bounded = log_gate is not None and not log_gate_extends
-    if bounded and (layout.is_ordinary or can_check_values(q)):
+    if log_gate is None or log_gate_extends:
+        return
+    if layout.is_ordinary or can_check_values(q):
         farthest = layout.max_distance()
         if farthest >= log_gate.shape[1]:
             raise ValueError(
