@@ -2,12 +2,15 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+import mosar
 from mosar import MoSARConfig, Regime, __version__
 from mosar.cli import app
+from mosar.data.prepare import prepare
 
 
 def run(*arguments):
@@ -69,6 +72,39 @@ def test_help_does_not_load_torch():
         "assert not {'torch', 'matplotlib', 'transformers'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "train --data DATA --out run --preset smoke --set train.precision=bf16 --set train.steps=1",
+        "bench attention --lengths 32 --shapes 2x1x8 --memory 32 --competitors ours --seconds 0.01",
+    ],
+    ids=["train in bfloat16", "bench with memory"],
+)
+def test_code_in_the_working_directory_is_not_run(tmp_path, words):
+    """Commands that start a process of their own do so without the folder they are used in."""
+    for name in ("torch", "numpy", "json", "mosar", "safetensors"):
+        (tmp_path / f"{name}.py").write_text(f"open('{tmp_path / 'ran'}', 'a').write('{name}')")
+    corpus = Path(__file__).parent / "training" / "corpus"
+    prepare([str(corpus / "train.jsonl")], tmp_path / "data", valid=[str(corpus / "valid.jsonl")])
+    # -P is what the installed command does; `python -m` itself would take the folder.
+    command = [sys.executable, "-P", "-m", "mosar", *words.replace("DATA", "data").split()]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "memory failed" not in done.stdout + done.stderr
+    assert not (tmp_path / "ran").exists(), (tmp_path / "ran").read_text()
+
+
+def test_every_python_process_is_started_without_the_working_directory():
+    source = Path(mosar.__file__).parent
+    started = [
+        line
+        for path in source.rglob("*.py")
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if "sys.executable" in line
+    ]
+    assert started and all('sys.executable, "-P"' in line for line in started), started
 
 
 def test_public_names_load_nothing_optional():

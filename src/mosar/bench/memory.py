@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import gc
 import json
+import os
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -40,8 +41,12 @@ def peak_of(module: str, task: dict[str, Any]) -> int:
     """The bytes that a module, run with `task` as JSON on its input, prints."""
     if not _CLEAR.exists():
         raise MemoryUnavailable("memory is measured with /proc/self/clear_refs, which is not here")
-    command = [sys.executable, "-m", module]
-    done = subprocess.run(command, input=json.dumps(task), capture_output=True, text=True)
+    # It imports what this process imports; -P: but nothing that only lies in the working directory.
+    command = [sys.executable, "-P", "-m", module]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(
+        command, input=json.dumps(task), capture_output=True, text=True, env=environment
+    )
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         raise MemoryUnavailable(f"the process that measures memory failed: {reason}")

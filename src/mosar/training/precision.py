@@ -41,8 +41,9 @@ def check_precision(train: TrainConfig) -> None:
 @lru_cache(maxsize=1)
 def _check_cpu_bfloat16() -> None:
     # Some virtual machines report AMX and then kill whoever uses it, so another process tries.
+    # -P: a torch.py in the working directory is not ours to run.
     code = "import torch; a = torch.ones(64, 64, dtype=torch.bfloat16); a @ a"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True)
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True)
     if done.returncode < 0:
         raise TrainingError(
             "bfloat16 kills a process on this machine, which promises instructions that it does "
