@@ -150,15 +150,83 @@ def test_a_cache_that_cannot_be_written(machine):
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
-def test_a_folder_that_others_can_write_is_not_trusted(tmp_path, monkeypatch):
+@pytest.fixture
+def temporary_cache(tmp_path, monkeypatch):
+    """Where the cache is if the user's own folder cannot be used."""
     (tmp_path / "cache").write_text("a file where the folder should be")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    folder = cache_folder()
-    assert folder.parent == tmp_path
-    folder.chmod(0o777)
-    with pytest.raises(NativeBuildError, match="nor a temporary folder can be used"):
+    (tmp_path / "all").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "all"))
+    return tmp_path / "all" / f"mosar-{os.getuid()}"
+
+
+def linked(folder):
+    (folder.parent / "elsewhere").mkdir(mode=0o700)
+    folder.symlink_to("elsewhere")
+
+
+def of_someone_else(folder):
+    folder.mkdir(mode=0o700)
+    os.chown(folder, 12345, -1)
+
+
+def writable(folder):
+    folder.mkdir()
+    folder.chmod(0o770)
+
+
+def replaceable(folder):
+    folder.mkdir(mode=0o700)
+    folder.parent.chmod(0o777)
+
+
+def replaceable_above(folder):
+    folder.mkdir(mode=0o700)
+    folder.parents[1].chmod(0o777)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (linked, r"\(it is a symbolic link\)"),
+        pytest.param(
+            of_someone_else,
+            r"\(it belongs to someone else\)",
+            marks=pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away"),
+        ),
+        (writable, r"\(others can write it\)"),
+        (replaceable, r"\(others can replace it in .*all\)"),
+        (replaceable_above, r"\(others can replace it in .*\)"),
+    ],
+)
+def test_a_folder_that_others_control_is_refused(temporary_cache, capfd, make, reason):
+    make(temporary_cache)
+    with pytest.raises(NativeBuildError, match=f"mosar-{os.getuid()} {reason}; set XDG_CACHE_HOME"):
         cache_folder()
+    assert capfd.readouterr().err.count("mosar: compiled kernels are not kept in ") == 1
+    assert not any(path.is_file() for path in temporary_cache.parent.rglob("*"))
+
+
+def test_a_folder_for_all_with_the_sticky_bit_is_trusted(temporary_cache):
+    temporary_cache.parent.chmod(0o1777)
+    assert cache_folder() == temporary_cache
+
+
+def test_links_on_the_way_are_followed_once(tmp_path, monkeypatch):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to("disk")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "link"))
+    assert cache_folder() == tmp_path / "disk" / "mosar"
+
+
+def test_an_unsafe_cache_is_named_and_the_temporary_folder_serves(machine):
+    machine.cache.mkdir()
+    machine.cache.chmod(0o777)
+    machine.copying_compiler()
+    output, errors = machine.use("native")
+    assert output == "native serves\n"
+    assert f"not kept in {machine.cache / 'mosar'}: others can replace it" in errors
+    assert not any((machine.cache / "mosar").iterdir())
 
 
 @pytest.mark.parametrize(

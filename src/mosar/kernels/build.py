@@ -8,10 +8,12 @@ a crash cut short would kill the process, so such a file is built anew.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -104,20 +106,43 @@ def cache_folder() -> Path:
     base = os.environ.get("XDG_CACHE_HOME")
     home = Path(base) if base else Path.home() / ".cache"
     user = str(os.getuid()) if hasattr(os, "getuid") else "user"
+    refused = []
     for folder in (home / "mosar", Path(tempfile.gettempdir()) / f"mosar-{user}"):
-        with contextlib.suppress(OSError):
+        try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            if os.access(folder, os.W_OK | os.X_OK) and _is_ours(folder):
+            # Links on the way are followed here, once: nobody can turn them round later.
+            folder = folder.parent.resolve() / folder.name
+            if not os.access(folder, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            if (danger := _danger(folder)) is None:
                 return folder
-    raise NativeBuildError(f"neither {home / 'mosar'} nor a temporary folder can be used")
-
-
-def _is_ours(folder: Path) -> bool:
-    """Whether nobody else may put a library there, as anyone can in a temporary folder."""
-    status = folder.stat()
-    return not hasattr(os, "getuid") or (
-        status.st_uid == os.getuid() and not status.st_mode & 0o022
+            print(f"mosar: compiled kernels are not kept in {folder}: {danger}", file=sys.stderr)
+            refused.append(f"{folder} ({danger})")
+        except OSError as error:
+            refused.append(f"{folder} ({error.strerror})")
+    raise NativeBuildError(
+        f"compiled kernels cannot be kept in {' or '.join(refused)}; "
+        "set XDG_CACHE_HOME to a folder that only you can write"
     )
+
+
+def _danger(folder: Path) -> str | None:
+    """How someone else could put a library into `folder`, as anyone can in a temporary folder."""
+    if not hasattr(os, "getuid"):
+        return None
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode):
+        return "it is a symbolic link"
+    if status.st_uid != os.getuid():
+        return "it belongs to someone else"
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return "others can write it"
+    for parent in folder.parents:
+        # The sticky bit keeps others from renaming our folder and putting theirs in its place.
+        mode = parent.stat().st_mode
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            return f"others can replace it in {parent}"
+    return None
 
 
 def _fingerprint(compiler: str) -> str:
