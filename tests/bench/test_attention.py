@@ -276,8 +276,8 @@ def test_interruption_keeps_what_was_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(attention, "_measure", interrupted)
     path = tmp_path / "a.jsonl"
     result = bench(*QUICK, "--json", path)
-    assert result.exit_code == 1
-    assert result.stderr.splitlines()[-1] == "mosar: error: stopped after 1 of 2 rows"
+    assert result.exit_code == 130
+    assert result.stderr.splitlines()[-1] == "mosar: stopped after 1 of 2 rows"
     assert "4x2x8" in result.stdout
     assert len(read_records(path)) == 1
 

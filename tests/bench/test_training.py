@@ -107,7 +107,7 @@ def test_an_interrupted_benchmark_shows_what_it_has(monkeypatch, capsys):
         return {name: (1.0,) for name in steps}
 
     monkeypatch.setattr(training, "interleave", interrupted)
-    with pytest.raises(RuntimeError, match="stopped after 1 of 2 rows"):
+    with pytest.raises(KeyboardInterrupt, match="stopped after 1 of 2 rows"):
         show_training_benchmark(TrainingBenchmarkSettings(**TINY))
     assert "tokens/s" in capsys.readouterr().out
 

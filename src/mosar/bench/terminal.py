@@ -31,14 +31,10 @@ _WIDTH = 160
 R = TypeVar("R", bound=Record)
 
 
-class Interrupted(RuntimeError):
-    """Stopped by the user after some rows, which have been shown."""
-
-
 def show_attention_benchmark(
     settings: AttentionBenchmarkSettings, json: Path | None = None
 ) -> list[AttentionBenchmark]:
-    """Runs, shows and returns the records; Interrupted after Ctrl-C."""
+    """Runs, shows and returns the records; after Ctrl-C shows those there are."""
     return show_benchmark(
         lambda report: run_attention_benchmark(settings, report),
         len(settings.cases()),
@@ -50,7 +46,7 @@ def show_attention_benchmark(
 def show_training_benchmark(
     settings: TrainingBenchmarkSettings, json: Path | None = None
 ) -> list[TrainingBenchmark]:
-    """Runs, shows and returns the records; Interrupted after Ctrl-C."""
+    """Runs, shows and returns the records; after Ctrl-C shows those there are."""
     return show_benchmark(
         lambda report: run_training_benchmark(settings, report),
         len(settings.cases()),
@@ -62,7 +58,7 @@ def show_training_benchmark(
 def show_decode_benchmark(
     settings: DecodeBenchmarkSettings, json: Path | None = None
 ) -> list[DecodeBenchmark]:
-    """Runs, shows and returns the records; Interrupted after Ctrl-C."""
+    """Runs, shows and returns the records; after Ctrl-C shows those there are."""
     return show_benchmark(
         lambda report: run_decode_benchmark(settings, report),
         len(settings.cases()),
@@ -74,7 +70,7 @@ def show_decode_benchmark(
 def show_model_decode_benchmark(
     settings: ModelDecodeSettings, json: Path | None = None
 ) -> list[ModelDecodeBenchmark]:
-    """Runs, shows and returns the records; Interrupted after Ctrl-C."""
+    """Runs, shows and returns the records; after Ctrl-C shows those there are."""
     return show_benchmark(
         lambda report: run_model_decode_benchmark(settings, report),
         len(settings.lengths),
@@ -109,7 +105,7 @@ def show_benchmark(
     except KeyboardInterrupt:
         if records:
             show(records)
-        raise Interrupted(f"stopped after {len(records)} of {total} rows") from None
+        raise KeyboardInterrupt(f"stopped after {len(records)} of {total} rows") from None
     if records:
         show(records)
     return records

@@ -1,6 +1,6 @@
 """The command line: `mosar COMMAND --help` teaches each command.
 
-Exit codes: 0 done; 1 it failed, and one line on stderr says why; 2 wrong usage.
+Exit codes: 0 done; 1 it failed, and one line on stderr says why; 2 wrong usage; 130 Ctrl-C.
 Heavy modules are imported inside the commands, so that help is immediate.
 """
 # ruff: noqa: F401, I001

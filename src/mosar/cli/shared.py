@@ -27,9 +27,8 @@ def one_line_errors() -> Iterator[None]:
         line = " ".join(str(error).split())
         typer.echo(f"mosar: error: {line}", err=True)
         raise typer.Exit(1) from None
-    except KeyboardInterrupt:
-        # Before the work began; what the command does after that says more.
-        typer.echo("mosar: stopped", err=True)
+    except KeyboardInterrupt as stop:
+        typer.echo(f"mosar: {str(stop) or 'stopped'}", err=True)
         raise typer.Exit(130) from None
 
 
