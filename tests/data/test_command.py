@@ -1,5 +1,6 @@
 """`mosar prepare`: what it says, its exit codes, and that it loads no more than it needs."""
 
+import os
 import subprocess
 import sys
 
@@ -106,7 +107,8 @@ def test_wrong_usage_exits_2(tmp_path, monkeypatch, arguments, part):
     ("arguments", "part"),
     [
         (("nothing.txt", "--out", "a"), "nothing.txt does not exist"),
-        (("--out", "a", "--tokenizer", "nothing.json"), "cannot read the tokenizer nothing.json"),
+        (("--out", "a", "--tokenizer", "nothing.json"), "there is no tokenizer nothing.json"),
+        (("--out", "a", "--tokenizer", "gpt2"), "download the model's tokenizer.json and give its"),
         (("--check", "nothing"), "there is no dataset nothing; make one: mosar prepare stdlib"),
         (("--out", "/dev/null/a"), "/dev/null/a: a file is in the place of a folder"),
         (("--out", "/proc/a"), "/proc/a: the folder cannot be made (No such file or directory)"),
@@ -121,6 +123,19 @@ def test_failures_are_one_line(tmp_path, monkeypatch, arguments, part):
     assert line.startswith("mosar: error: ")
     assert part in line
     assert not list(tmp_path.iterdir())
+
+
+def test_a_hub_that_cannot_be_reached(tmp_path):
+    """A real refusal, and none of the library's own lines about its attempts."""
+    pytest.importorskip("datasets")
+    code = "import time; time.sleep = lambda seconds: None; import mosar.cli; mosar.cli.main()"
+    command = [sys.executable, "-c", code, "prepare", "hf:no/such", "--out", str(tmp_path / "set")]
+    environment = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1
+    _, line = done.stderr.splitlines()
+    assert line.startswith("mosar: error: cannot reach the Hugging Face hub for hf:no/such: check")
+    assert not (tmp_path / "set").exists()
 
 
 def test_bytes_need_no_heavy_module(tmp_path, write_lines):

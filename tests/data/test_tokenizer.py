@@ -162,7 +162,7 @@ def test_a_file_that_is_no_tokenizer(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(DataError, match=r"tokenizer\.json is not a tokenizer\.json"):
         read_tokenizer(tmp_path)
-    with pytest.raises(DataError, match="cannot read the tokenizer"):
+    with pytest.raises(DataError, match="there is no tokenizer"):
         read_tokenizer(tmp_path / "nothing")
 
 

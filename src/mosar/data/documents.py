@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 import gzip
+import logging
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -201,12 +202,19 @@ def hf_documents(spec: str, text_field: str) -> Iterator[Document]:
         import datasets
     except ModuleNotFoundError:
         raise DataError(f"{spec} needs datasets, which is missing: {_INSTALL}") from None
+    # Five attempts to reach the hub are ten lines of warnings; what matters is said below.
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     try:
         rows = datasets.load_dataset(name, config, split=split, streaming=True)
         for number, row in enumerate(rows, start=1):
             yield _row_document(dict(row), text_field, f"{spec}, row {number}")
     except DataError:
         raise
+    except ConnectionError as error:
+        raise DataError(
+            f"cannot reach the Hugging Face hub for {spec}: check the connection and the name, or "
+            f"download the dataset's files and give their paths ({_one_line(error)})"
+        ) from None
     # Whatever the hub, the network or a file format can raise: there is no common class.
     except Exception as error:
         raise DataError(f"cannot read {spec}: {type(error).__name__}: {_one_line(error)}") from None

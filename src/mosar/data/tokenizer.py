@@ -169,6 +169,12 @@ def read_tokenizer(path: Path | str, end_of_text: str | None = None) -> Tokenize
         path = path / TOKENIZER
     try:
         content = path.read_bytes()
+    except FileNotFoundError:
+        raise DataError(
+            f"there is no tokenizer {path}: give byte, bpe:VOCAB, or the path of a tokenizer.json, "
+            "of a folder with one or of a dataset; names on a hub are not looked up: download "
+            "the model's tokenizer.json and give its path"
+        ) from None
     except OSError as error:
         raise DataError(f"cannot read the tokenizer {path}: {error.strerror}") from None
     return FileTokenizer(content, str(path), end_of_text)

@@ -267,15 +267,17 @@ def test_what_cannot_be_exported(run, dataset, bpe_dataset, tmp_path):
     with pytest.raises(ModelFolderError, match="any more; say where: --data"):
         export_run(moved, out)
     export_run(moved, out, data=dataset)
-    with pytest.raises(ModelFolderError, match="is not empty"):
+    with pytest.raises(ModelFolderError, match="holds an exported model already; --force replaces"):
         export_run(source, out)
     export_run(source, out, force=True)
     (out / "notes.txt").write_text("mine")
     with pytest.raises(ModelFolderError, match=r"holds notes.txt, which no export wrote"):
         export_run(source, out, force=True)
     (out / "notes.txt").unlink()
-    with pytest.raises(ModelFolderError, match="something else than an exported model"):
-        export_run(source, moved, force=True)
+    for force in (False, True):
+        # --force would not help here, so it is not named.
+        with pytest.raises(ModelFolderError, match="an exported model; choose another --out"):
+            export_run(source, moved, force=force)
     with pytest.raises(ModelFolderError, match="is not the data that the run of"):
         import_model(out, tmp_path / "again", data=bpe_dataset)
     with pytest.raises(ModelFolderError, match="is not empty"):

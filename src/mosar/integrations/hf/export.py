@@ -77,7 +77,7 @@ def export_run(
     )
     _narrow(model, DTYPES[dtype])
     model.generation_config = GenerationConfig.from_model_config(model.config)
-    with new_folder(out, replace=force, what="an exported model") as staging, quiet():
+    with new_folder(out, replace=force) as staging, quiet():
         model.save_pretrained(staging)
         if tokenizer is not None:
             fast = fast_tokenizer(tokenizer, subject.train_length)

@@ -124,21 +124,32 @@ def quiet() -> Iterator[None]:
 
 
 @contextmanager
-def new_folder(out: Path, *, replace: bool, what: str) -> Iterator[Path]:
-    """A folder to fill, which is `out` once the block has ended well; `what` it is to hold."""
+def new_folder(out: Path, *, replace: bool | None = None) -> Iterator[Path]:
+    """A folder to fill, which is `out` once the block has ended well.
+
+    replace: whether an exported model in `out` may go; None: nothing is ever replaced.
+    """
     out = Path(out)
     if out.exists() and not out.is_dir():
         raise ModelFolderError(f"{out} is a file; choose another --out")
     if out.is_dir() and any(out.iterdir()):
-        if not replace:
+        if replace is None:
             raise ModelFolderError(f"{out} is not empty; choose another --out")
         if not is_model_folder(out):
-            raise ModelFolderError(f"{out} holds something else than {what}; choose another --out")
+            raise ModelFolderError(
+                f"{out} is not empty and holds something else than an exported model; "
+                "choose another --out"
+            )
         foreign = sorted(path.name for path in out.iterdir() if not _is_ours(path))
         if foreign:
             raise ModelFolderError(
                 f"{out} holds {foreign[0]}, which no export wrote and replacing would delete; move "
                 "it, or choose another --out"
+            )
+        if not replace:
+            raise ModelFolderError(
+                f"{out} holds an exported model already; --force replaces it, or choose another "
+                "--out"
             )
     try:
         with (

@@ -53,7 +53,7 @@ def import_model(folder: Path | str, out: Path | str, *, data: Path | None = Non
         fingerprint = origin["data_fingerprint"]
     if data is not None:
         config = replace(config, data=replace(config.data, folder=str(data.absolute())))
-    with new_folder(out, replace=False, what="a run") as staging:
+    with new_folder(out) as staging:
         write_config(staging, config, fingerprint)
         write_checkpoint(
             staging / CHECKPOINTS,
