@@ -1,10 +1,10 @@
 """Interruption: killed, stopped or out of space, a preparation leaves no half-made dataset."""
 
+import gzip
 import os
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import time
 
@@ -13,46 +13,30 @@ import pytest
 from mosar.data import staging
 from mosar.data.errors import DataError
 from mosar.data.prepare import check_dataset, prepare
+from processes import finish, run, start, stop, wait_for
 
 COMMAND = [sys.executable, "-m", "mosar.cli", "prepare"]
 
 
 @pytest.fixture
 def long_sources(tmp_path):
-    """Enough text to be interrupted in: the same files again and again."""
+    """A folder of text, then blank lines that take hours to read and write nothing."""
     folder = tmp_path / "sources"
-    folder.mkdir()
+    (folder / "text").mkdir(parents=True)
     for name in ("a", "b"):
-        (folder / f"{name}.txt").write_text(f"some text {name}\n" * 400_000)
-    return [str(folder)] * 60
+        (folder / "text" / f"{name}.txt").write_text(f"some text {name}\n" * 400_000)
+    blank = folder / "blank.jsonl.gz"
+    blank.write_bytes(gzip.compress(b"\n" * (1 << 26), 1))
+    return [str(folder / "text")] + [str(blank)] * 1000
 
 
-def start(*arguments, **options):
-    return subprocess.Popen(
-        [*COMMAND, *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        **options,
-    )
-
-
-def wait_for(condition, process):
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
+def prepare_process(*arguments, **options):
+    return start([*COMMAND, *arguments], **options)
 
 
 def packed_bytes(out):
     path = out.with_name(f".{out.name}.partial") / "train.bin"
     return path.stat().st_size if path.exists() else 0
-
-
-def stop(process, number):
-    process.send_signal(number)
-    return process.communicate(timeout=30)
 
 
 def test_killed_again_and_again(tmp_path, long_sources):
@@ -65,7 +49,7 @@ def test_killed_again_and_again(tmp_path, long_sources):
     for size in (0, 1, 3 << 20):
         for target, options in ((out, ()), (old, ("--force",))):
             partial = target.with_name(f".{target.name}.partial")
-            process = start(*long_sources, "--out", target, *options)
+            process = prepare_process(*long_sources, "--out", target, *options)
             wait_for(partial.exists, process)
             wait_for(lambda target=target, size=size: packed_bytes(target) >= size, process)
             stop(process, signal.SIGKILL)
@@ -81,12 +65,12 @@ def test_killed_at_any_moment(tmp_path, write_lines):
     """A short preparation, killed a little later each time: no dataset, or a whole one."""
     source, out = write_lines(), tmp_path / "set"
     began = time.monotonic()
-    assert start(source, "--out", out).wait() == 0
+    run([*COMMAND, source, "--out", out])
     duration = time.monotonic() - began
     whole = check_dataset(out)
     for step in range(10):
         shutil.rmtree(out, ignore_errors=True)
-        process = start(source, "--out", out)
+        process = prepare_process(source, "--out", out)
         time.sleep(duration * (0.7 + 0.04 * step))
         stop(process, signal.SIGKILL)
         assert not out.exists() or check_dataset(out) == whole
@@ -94,7 +78,7 @@ def test_killed_at_any_moment(tmp_path, write_lines):
 
 def test_ctrl_c_cleans_up(tmp_path, long_sources):
     out = tmp_path / "set"
-    process = start(*long_sources, "--out", out)
+    process = prepare_process(*long_sources, "--out", out)
     wait_for(lambda: packed_bytes(out) > 0, process)
     printed, errors = stop(process, signal.SIGINT)
     assert process.returncode == 130
@@ -105,7 +89,7 @@ def test_ctrl_c_cleans_up(tmp_path, long_sources):
 
 def test_two_at_once(tmp_path, long_sources):
     out = tmp_path / "set"
-    process = start(*long_sources, "--out", out)
+    process = prepare_process(*long_sources, "--out", out)
     try:
         wait_for(lambda: packed_bytes(out) > 0, process)
         with pytest.raises(DataError, match="another process is preparing"):
@@ -122,8 +106,8 @@ def test_a_full_disk(tmp_path, long_sources):
     def limit():
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 
-    process = start(*long_sources, "--out", tmp_path / "set", preexec_fn=limit)
-    printed, errors = process.communicate(timeout=30)
+    process = prepare_process(*long_sources, "--out", tmp_path / "set", preexec_fn=limit)
+    printed, errors = finish(process)
     assert (process.returncode, printed) == (1, "")
     assert "File too large" in errors.splitlines()[-1]
     assert [path.name for path in tmp_path.iterdir()] == ["sources"]

@@ -23,6 +23,7 @@ from mosar.training.objective import Objective
 from mosar.training.stopping import StopRequest
 from mosar.training.team import launched, open_team
 from planning.peak import peak_of_update
+from processes import HANG
 
 
 def configure(job):
@@ -157,7 +158,7 @@ def main():
         world = int(os.environ["WORLD_SIZE"])
         dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
     else:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+        dist.init_process_group("gloo", timeout=timedelta(seconds=HANG))
     kinds = {
         "train": train_job,
         "gradients": gradient_job,

@@ -2,14 +2,14 @@
 
 import json
 import shutil
-import subprocess
+import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+import processes
 from mosar.cli import app
 from mosar.data.prepare import prepare
 from mosar.experiments import run as experiment_run
@@ -259,10 +259,10 @@ def test_a_damaged_record_is_named(small, tmp_path):
         run(small("rope"), tmp_path / "e")
 
 
-def command(dataset, out):
+def command(dataset, out, *more):
     words = [sys.executable, "-m", "mosar.cli", "reproduce", "--preset", "smoke"]
     words += ["--variants", "rope,mosar", "--data", str(dataset), "--out", str(out)]
-    words += ["--lengths", "1x,2x", "--eval-tokens", "512", "--threads", "1"]
+    words += ["--lengths", "1x,2x", "--eval-tokens", "512", "--threads", "1", *more]
     for change in CHANGES:
         words += ["--set", change]
     return words
@@ -284,23 +284,21 @@ def losses_of(out):
 
 def test_killed_and_gone_on_with(dataset, tmp_path):
     whole, out = tmp_path / "whole", tmp_path / "e"
-    done = subprocess.run(command(dataset, whole), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "2 cells to run on " in done.stderr
-    assert f"The report: {whole / 'report' / 'index.html'}" in done.stdout
-    kills = 0
+    printed, said = processes.run(command(dataset, whole))
+    assert "2 cells to run on " in said
+    assert f"The report: {whole / 'report' / 'index.html'}" in printed
+    # More seeds than it could ever do.
+    many = ("--seeds", "1000")
     for wanted in ("cells/rope-seed0/metrics.jsonl", "records/rope-seed0.jsonl"):
-        process = subprocess.Popen(command(dataset, out), stderr=subprocess.PIPE)
-        while process.poll() is None and not (out / wanted).exists():
-            time.sleep(0.002)
-        process.kill()
-        process.communicate()
-        kills += process.returncode != 0
-    assert kills
-    done = subprocess.run(command(dataset, out), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert without_clock(out) == without_clock(whole)
-    assert losses_of(out) == losses_of(whole)
+        process = processes.start(command(dataset, out, *many))
+        processes.wait_for((out / wanted).exists, process)
+        processes.stop(process, signal.SIGKILL)
+        assert process.returncode == -signal.SIGKILL
+    processes.run(command(dataset, out))
+    # Other seeds may have begun.
+    for read in (without_clock, losses_of):
+        found, expected = read(out), read(whole)
+        assert {name: found[name] for name in expected} == expected
 
 
 def test_the_records_make_the_same_report_elsewhere(small, tmp_path):

@@ -20,6 +20,7 @@ from mosar.kernels.build import (
     find_compiler,
     load_library,
 )
+from processes import finish, start
 
 KEPT = [".lock", ".sha256", ".so"]
 BUILDING = "mosar: compiling its CPU kernels once"
@@ -74,12 +75,11 @@ class Machine:
 
     def start(self, *impls: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-c", FIRST_USE, *impls]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        return subprocess.Popen(command, env=self.environment, **pipes)
+        return start(command, env=self.environment)
 
     def use(self, *impls: str) -> tuple[str, str]:
         process = self.start(*impls)
-        output, errors = process.communicate(timeout=120)
+        output, errors = finish(process)
         assert process.returncode == 0, errors
         return output, errors
 
@@ -100,7 +100,7 @@ def machine(tmp_path):
 def test_processes_that_start_together_build_once(machine):
     machine.copying_compiler(seconds=1)
     processes = [machine.start("native") for _ in range(4)]
-    results = [process.communicate(timeout=120) for process in processes]
+    results = [finish(process) for process in processes]
     assert [process.returncode for process in processes] == [0] * 4, results
     assert all(output == "native serves\n" for output, _ in results)
     assert sum(errors.count(BUILDING) for _, errors in results) == 1

@@ -17,8 +17,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from processes import HANG
+
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-TIMEOUT = 60.0
 # The browser reads its orders from descriptor 3 and writes to 4.
 _LAUNCH = """
 import os, sys
@@ -109,7 +110,7 @@ class Browser:
 
     def wait(self, expression: str) -> None:
         """Until an expression is true."""
-        end = time.monotonic() + TIMEOUT
+        end = time.monotonic() + HANG
         while not self.evaluate(expression):
             if time.monotonic() > end:
                 raise TimeoutError(expression)
@@ -149,7 +150,7 @@ class Browser:
         if self._session and not method.startswith("Target."):
             order["sessionId"] = self._session
         os.write(self._orders, json.dumps(order).encode() + b"\0")
-        end = time.monotonic() + TIMEOUT
+        end = time.monotonic() + HANG
         while True:
             message = self._read(end, method)
             if message.get("id") == self._number:

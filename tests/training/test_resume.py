@@ -74,7 +74,7 @@ def test_after_a_crash_in_any_step(config, whole, tmp_path, monkeypatch, step):
 @pytest.mark.parametrize("step", [1, 4, STEPS])
 def test_a_signal_saves_first(config, whole, tmp_path, monkeypatch, step, number):
     before = signal.getsignal(number)
-    at_step(monkeypatch, step, lambda: os.kill(os.getpid(), number))
+    at_step(monkeypatch, step, lambda: signal.raise_signal(number))
     with pytest.raises(TrainingInterrupted) as error:
         train(config, tmp_path / "run", progress=False)
     assert signal.getsignal(number) == before
@@ -90,8 +90,8 @@ def test_a_signal_saves_first(config, whole, tmp_path, monkeypatch, step, number
 
 def test_a_second_signal_does_not_wait(config, tmp_path, monkeypatch):
     def twice():
-        os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
 
     at_step(monkeypatch, 5, twice)
     with pytest.raises(KeyboardInterrupt):
@@ -106,7 +106,7 @@ def test_every_step_interrupted(config, whole, tmp_path, monkeypatch):
         line = real(learner, step, stop)
         if step > last[0]:
             last[0] = step
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
         return line
 
     monkeypatch.setattr(loop, "update", update)

@@ -8,8 +8,9 @@ import sys
 import time
 from pathlib import Path
 
+from processes import HANG
+
 HERE = Path(__file__).parent
-SECONDS = 240
 
 
 def run_processes(script: str, folder: Path, count: int = 2) -> None:
@@ -21,7 +22,7 @@ def run_processes(script: str, folder: Path, count: int = 2) -> None:
         with log.open("w") as stream:
             command = [sys.executable, str(HERE / script), str(rank), str(count), str(folder)]
             running.append(subprocess.Popen(command, stdout=stream, stderr=stream, env=environment))
-    deadline = time.monotonic() + SECONDS
+    deadline = time.monotonic() + HANG
     try:
         while any(process.poll() is None for process in running):
             if any(process.poll() for process in running) or time.monotonic() > deadline:

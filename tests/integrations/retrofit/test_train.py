@@ -1,7 +1,6 @@
 """Training routers: the objective falls, the density goes where it should, nothing is lost."""
 
 import json
-import os
 import signal
 
 import pytest
@@ -132,7 +131,7 @@ def test_a_run_that_was_interrupted_goes_on_bit_for_bit(trained, tmp_path, monke
         steer(self, density)
         calls.append(density)
         if len(calls) == 11:
-            os.kill(os.getpid(), signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
 
     monkeypatch.setattr(training._Run, "_steer", interrupting)
     with pytest.raises(TrainingInterrupted, match="saved at step 11 of 24"):
