@@ -6,7 +6,9 @@ import signal
 import sys
 import time
 
-from processes import finish, run, start, stop, wait_for
+from mosar.training.config import resolve_config
+from mosar.training.loop import train
+from processes import finish, start, stop, wait_for
 from training.runs import assert_same_run, leftovers, steps
 
 # A checkpoint per step: many of the kills must hit one that is being written.
@@ -45,9 +47,12 @@ def wait_for_progress(process, out, number):
 def check_as_if_undisturbed(dataset, out):
     """Gives a run an end, and compares it with one that nobody disturbed."""
     end = f"train.steps={steps(out)[-1] + 3 if steps(out) else 8}"
+    config = resolve_config(
+        variant="mosar-cost", preset="smoke", data=dataset, changes=(*SETTINGS, end)
+    )
     whole = out.with_name("whole")
     for folder in (out, whole):
-        run(command(dataset, folder, end))
+        train(config, folder, progress=False)
     assert_same_run(out, whole)
     assert not leftovers(out)
 
