@@ -5,7 +5,7 @@ import os
 import sys
 from pathlib import Path
 
-from processes import run
+from processes import HANG, run
 
 TESTS = Path(__file__).parents[1]
 
@@ -13,7 +13,9 @@ TESTS = Path(__file__).parents[1]
 def environment(**more: str) -> dict[str, str]:
     # The tests, and whatever this process was told to import.
     path = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **more}
+    # torchrun kills after 30 seconds what it asked to end; here everything ends by itself.
+    patience = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(HANG))}
+    return {**os.environ, **patience, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **more}
 
 
 def torchrun(processes: int, *words: str) -> list[str]:
