@@ -11,7 +11,8 @@ from processes import finish, start, wait_for
 from training.runs import leftovers, lines, steps
 
 SETTINGS = (
-    *("train.decay_steps=24", "train.checkpoint_every=4", "train.eval_every=8"),
+    *("train.checkpoint_every=4", "train.eval_every=8"),
+    *("train.decay_steps=24", "attention.cost_warmup=5"),
     *("distributed.tensor=2", "distributed.timeout=600"),
 )
 # A job that is disturbed could go on for days; when it has been, it is given an end.

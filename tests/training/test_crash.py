@@ -12,7 +12,8 @@ from processes import finish, start, stop, wait_for
 from training.runs import assert_same_run, leftovers, steps
 
 # A checkpoint per step: many of the kills must hit one that is being written.
-SETTINGS = ("train.checkpoint_every=1", "train.eval_every=6", "train.decay_steps=24")
+SETTINGS = ("train.checkpoint_every=1", "train.eval_every=6")
+SETTINGS += ("train.decay_steps=24", "attention.cost_warmup=5")
 # A run that is disturbed could go on for days; when it has been, it is given an end.
 ENDLESS = "train.steps=10000000"
 
