@@ -19,3 +19,11 @@ settings.load_profile("quick")
 
 # Tests run in parallel processes; threads inside them would only fight for the same cores.
 torch.set_num_threads(1)
+
+
+def pytest_configure(config):
+    """The marks in the tests of transformers, which tests/integrations/hf runs."""
+    for name in ("flash_attn", "flash_attn_3", "flash_attn_4", "all_flash_attn", "torch_compile"):
+        config.addinivalue_line("markers", f"{name}_test: of transformers")
+    for name in ("accelerate_tests", "bitsandbytes", "generate"):
+        config.addinivalue_line("markers", f"{name}: of transformers")

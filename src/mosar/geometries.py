@@ -165,11 +165,17 @@ class Geometry(nn.Module):
         }
         # Views: the kernels read any layout whose last dimension is contiguous.
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        if cache is not None:
+        differentiated = any(x.requires_grad for x in (q, k, v))
+        if cache is not None and (cache.slots or not differentiated):
             out, layer_routing = self.attend_cached(q, k, v, cache, **options)
         else:
             options |= {"query_positions": query_positions, "segment_ids": segment_ids}
             out, layer_routing = self.attend(q, k, v, **options)
+            if cache is not None:
+                # Gradients pass through the first tokens; what is stored of them has none.
+                self.store(
+                    k.detach(), v.detach(), cache, layer_routing, routing, key_positions, key_valid
+                )
         return out.transpose(1, 2), layer_routing
 
     def transform(self, q: Tensor, k: Tensor, at_q: Tensor, at_k: Tensor) -> tuple[Tensor, Tensor]:
@@ -197,7 +203,7 @@ class Geometry(nn.Module):
         **options: Any,
     ) -> Attended:
         """The same with k, v of new tokens only, which a `DenseLayerCache` adds to the others."""
-        keys = cache.update(k, v, key_positions=key_positions, key_valid=key_valid)
+        keys = self.store(k, v, cache, None, options["routing"], key_positions, key_valid)
         placement = {
             "query_positions": None if keys.positions is None else key_positions,
             "key_positions": keys.positions,
@@ -205,6 +211,19 @@ class Geometry(nn.Module):
             "segment_ids": None,
         }
         return self.attend(q, keys.k, keys.v, **placement, **options)
+
+    def store(
+        self,
+        k: Tensor,
+        v: Tensor,
+        cache: Any,
+        routed: LayerRouting | None,
+        routing: Routing,
+        key_positions: Tensor | None,
+        key_valid: Tensor | None,
+    ) -> Any:
+        """Adds k, v [B, K, S, D] of new tokens to the cache, and returns what its `update` does."""
+        return cache.update(k, v, key_positions=key_positions, key_valid=key_valid)
 
     def init_parameter(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
         """Fills one of the geometry's own parameters: vectors with 0, the rest normal, std 0.02."""
@@ -344,21 +363,8 @@ class MoSAR(Rope):
         **options: Any,
     ) -> Attended:
         """With a `RegimeLayerCache`, which attends itself."""
-        if cache.routing != routing:
-            raise ValueError(
-                f"the cache is for {cache.routing} routing, got routing={routing!r}; "
-                "cache.set_routing changes it"
-            )
-        routed = self.route(q, k)
-        soft = routing == "soft"
-        cache.update(
-            k,
-            v,
-            routed.key.labels,
-            pi_k=routed.key.probabilities if soft else None,
-            key_positions=key_positions,
-            key_valid=key_valid,
-        )
+        routed, soft = self.route(q, k), routing == "soft"
+        self.store(k, v, cache, routed, routing, key_positions, key_valid)
         out = cache.attend(
             q,
             routed.query.labels,
@@ -367,6 +373,32 @@ class MoSAR(Rope):
             **options,
         )
         return out, routed
+
+    def store(
+        self,
+        k: Tensor,
+        v: Tensor,
+        cache: Any,
+        routed: LayerRouting | None,
+        routing: Routing,
+        key_positions: Tensor | None,
+        key_valid: Tensor | None,
+    ) -> None:
+        """With the labels of the keys, under soft routing with their probabilities too."""
+        assert routed is not None
+        if cache.routing != routing:
+            raise ValueError(
+                f"the cache is for {cache.routing} routing, got routing={routing!r}; "
+                "cache.set_routing changes it"
+            )
+        cache.update(
+            k,
+            v,
+            routed.key.labels,
+            pi_k=routed.key.probabilities.detach() if routing == "soft" else None,
+            key_positions=key_positions,
+            key_valid=key_valid,
+        )
 
     def route(self, q: Tensor, k: Tensor) -> LayerRouting:
         """What each query and each key chooses; override it for another rule."""

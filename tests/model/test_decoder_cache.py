@@ -180,13 +180,27 @@ def test_wrong_caches():
         rope(tokens, cache=cache)
 
 
+@pytest.mark.parametrize("routing", ["soft", "top1", "sparse"])
 @pytest.mark.parametrize("name", ["rope", "mosar"])
-def test_a_cache_refuses_gradients(name):
-    decoder = small_decoder(name)
-    cache = decoder.new_cache()
+def test_gradients_pass_through_the_first_tokens(name, routing):
+    """The cache takes them up without; what comes later would miss theirs, and is refused."""
+    decoder, tokens = make_lively(small_decoder(name)).double(), some_tokens()
+    gradients = []
+    for cache in (None, decoder.new_cache(routing)):
+        decoder.zero_grad()
+        hidden = decoder(tokens[:, :40], routing=routing, cache=cache).hidden
+        hidden.square().sum().backward()
+        found = {name: p.grad for name, p in decoder.named_parameters() if p.grad is not None}
+        gradients.append(found)
+    assert gradients[0].keys() == gradients[1].keys()
+    for key, plain in gradients[0].items():
+        assert (gradients[1][key] - plain).abs().max() <= 1e-12 * plain.abs().max(), key
     with pytest.raises(ValueError, match=r"call the model under torch.no_grad\(\)"):
-        decoder(some_tokens(), routing="sparse", cache=cache)
-    assert cache.slots == 0
+        decoder(tokens[:, 40:], routing=routing, cache=cache)
+    with torch.no_grad():
+        later = decoder(tokens[:, 40:], routing=routing, cache=cache).hidden
+        whole = decoder(tokens, routing=routing).hidden
+    assert (later - whole[:, 40:]).abs().max() < 1e-11
 
 
 def test_dense_layer_cache():

@@ -138,9 +138,9 @@ def _open_exported(folder: Path, routing: str | None) -> Source:
                 "one"
             )
         tokenizer = read_tokenizer(folder, _end_of_text(folder))
+        decoder = model.to_decoder().requires_grad_(False)
     except (ModelFolderError, DataError) as error:
         raise GenerationError(str(error)) from None
-    decoder = model.decoder.requires_grad_(False)
     return _source(decoder, tokenizer, routing, decoder.attention_config.geometry)
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -53,7 +54,7 @@ class Decoder(nn.Module):
     def __init__(self, model: ModelConfig, attention: AttentionConfig):
         super().__init__()
         self.model_config, self.attention_config = model, attention
-        self.embedding = nn.Embedding(model.vocab_size, model.hidden_size)
+        self.embedding = TiedEmbedding(model.vocab_size, model.hidden_size)
         self.layers = nn.ModuleList(Layer(model, attention) for _ in range(model.num_layers))
         self.norm = RMSNorm(model.hidden_size, model.norm_eps)
 
@@ -84,45 +85,17 @@ class Decoder(nn.Module):
             _check_segments(segment_ids, tokens)
         if cache is not None:
             self.check_cache(cache)
-        x = self.embedding(tokens) * self.model_config.hidden_size**0.5
-        return self.run_layers(
-            x,
-            _placement(tokens, segment_ids, valid, cache),
-            routing=routing,
-            cache=cache,
-            run_layer=_recomputed if checkpoint_activations and torch.is_grad_enabled() else None,
-        )
-
-    def run_layers(
-        self,
-        x: Tensor,
-        placement: Placement,
-        *,
-        routing: Routing = "soft",
-        cache: RegimeCache | DenseCache | None = None,
-        run_layer: Callable[..., tuple[Tensor, LayerRouting | None]] | None = None,
-        states: list[Tensor] | None = None,
-    ) -> DecoderOutput:
-        """What `forward` does with embeddings x [B, T, hidden], already scaled.
-
-        run_layer: called as `run_layer(layer, x, routing, placement)` where there is no cache, in
-        place of the layer itself. states: a list that is given the input of each layer. cache: one
-        that `check_cache` accepts.
-        """
         if routing not in ROUTINGS:
             raise ValueError(f"routing must be one of {ROUTINGS}, got {routing!r}")
+        x = self.embedding(tokens) * self.model_config.hidden_size**0.5
+        placement = _placement(tokens, segment_ids, valid, cache)
+        recompute = checkpoint_activations and torch.is_grad_enabled() and cache is None
         routings = []
         for index, layer in enumerate(self.layers):
-            if states is not None:
-                states.append(x)
-            if cache is not None:
-                x, layer_routing = layer(x, routing, placement, cache[index])
-            elif run_layer is not None:
-                x, layer_routing = run_layer(layer, x, routing, placement)
-            else:
-                x, layer_routing = layer(x, routing, placement)
-            if layer_routing is not None:
-                routings.append(layer_routing)
+            run = partial(_recomputed, layer) if recompute else layer
+            x, routed = run(x, routing, placement, None if cache is None else cache[index])
+            if routed is not None:
+                routings.append(routed)
         return DecoderOutput(self.norm(x), routings)
 
     def new_cache(self, routing: Routing = "sparse", **options: Any) -> RegimeCache | DenseCache:
@@ -130,44 +103,16 @@ class Decoder(nn.Module):
 
         Geometries without regimes keep every key, and take neither.
         """
-        if self._is_routed:
-            config = self.attention_config.mosar_config(self.model_config.max_length)
-            unknown = sorted(options.keys() - CACHE_OPTIONS)
-            if unknown:
-                raise ValueError(
-                    f"options of a cache are {', '.join(sorted(CACHE_OPTIONS))}; got {unknown[0]!r}"
-                )
-            return RegimeCache(config, len(self.layers), routing=routing, **options)
-        if options:
-            raise ValueError(f"a cache without regimes has no options, got {sorted(options)}")
-        return DenseCache(len(self.layers))
-
-    @property
-    def _is_routed(self) -> bool:
-        return issubclass(GEOMETRIES[self.attention_config.geometry], MoSAR)
+        return new_cache(self.model_config, self.attention_config, routing, **options)
 
     def check_cache(self, cache: RegimeCache | DenseCache) -> None:
         """A ValueError for a cache of another model, and for one that is out of step."""
-        kind = RegimeCache if self._is_routed else DenseCache
-        if not isinstance(cache, kind) or len(cache) != len(self.layers):
-            raise ValueError(
-                f"cache must be a {kind.__name__} of {len(self.layers)} layers, as new_cache makes "
-                f"it, got {type(cache).__name__}"
-                + (f" of {len(cache)}" if isinstance(cache, (RegimeCache, DenseCache)) else "")
-            )
-        if any(layer.slots != cache.slots for layer in cache):
-            raise ValueError(
-                "the layers of the cache have been given different tokens (was a forward pass "
-                "interrupted?); reset() it"
-            )
+        check_cache(cache, self.attention_config, len(self.layers))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [..., hidden_size] -> [..., vocab], by the embedding's own rows, soft-capped."""
-        cap = self.model_config.final_softcap
-        if cap is None:
-            return F.linear(hidden, self.embedding.weight)
-        # Dividing the few hidden numbers, not the many logits.
-        return cap * torch.tanh(F.linear(hidden / cap, self.embedding.weight))
+        project = partial(self.embedding, project=True)
+        return capped_logits(project, hidden, self.model_config.final_softcap)
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
@@ -195,6 +140,18 @@ class Decoder(nn.Module):
             values.zero_()
         else:
             values.normal_(std=self.model_config.init_std, generator=generator)
+
+
+class TiedEmbedding(nn.Embedding):
+    """The rows of the tokens, and the output head that is tied to them.
+
+    Both uses pass through `forward`: whatever brings a weight from elsewhere (another device, a
+    disk) does it around that.
+    """
+
+    def forward(self, input: Tensor, project: bool = False) -> Tensor:
+        """Tokens [...] -> [..., hidden]; with `project` hidden states [..., hidden] -> [..., V]."""
+        return F.linear(input, self.weight) if project else super().forward(input)
 
 
 class Layer(nn.Module):
@@ -270,6 +227,54 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(geglu(self.gate_proj(x), self.up_proj(x)))
+
+
+def new_cache(
+    model: ModelConfig, attention: AttentionConfig, routing: Routing = "sparse", **options: Any
+) -> RegimeCache | DenseCache:
+    """See `Decoder.new_cache`."""
+    if is_routed(attention):
+        unknown = sorted(options.keys() - CACHE_OPTIONS)
+        if unknown:
+            raise ValueError(
+                f"options of a cache are {', '.join(sorted(CACHE_OPTIONS))}; got {unknown[0]!r}"
+            )
+        config = attention.mosar_config(model.max_length)
+        return RegimeCache(config, model.num_layers, routing=routing, **options)
+    if options:
+        raise ValueError(f"a cache without regimes has no options, got {sorted(options)}")
+    return DenseCache(model.num_layers)
+
+
+def check_cache(
+    cache: RegimeCache | DenseCache, attention: AttentionConfig, num_layers: int
+) -> None:
+    """See `Decoder.check_cache`."""
+    kind = RegimeCache if is_routed(attention) else DenseCache
+    if not isinstance(cache, kind) or len(cache) != num_layers:
+        raise ValueError(
+            f"cache must be a {kind.__name__} of {num_layers} layers, as new_cache makes "
+            f"it, got {type(cache).__name__}"
+            + (f" of {len(cache)}" if isinstance(cache, (RegimeCache, DenseCache)) else "")
+        )
+    if any(layer.slots != cache.slots for layer in cache):
+        raise ValueError(
+            "the layers of the cache have been given different tokens (was a forward pass "
+            "interrupted?); reset() it"
+        )
+
+
+def is_routed(attention: AttentionConfig) -> bool:
+    """Whether the geometry has routers."""
+    return issubclass(GEOMETRIES[attention.geometry], MoSAR)
+
+
+def capped_logits(project: Callable[[Tensor], Tensor], hidden: Tensor, cap: float | None) -> Tensor:
+    """c tanh(project(hidden) / c); without a cap, the projection."""
+    if cap is None:
+        return project(hidden)
+    # Dividing the few hidden numbers, not the many logits.
+    return cap * torch.tanh(project(hidden / cap))
 
 
 def _recomputed(layer: nn.Module, *args: Any) -> tuple[Tensor, LayerRouting | None]:

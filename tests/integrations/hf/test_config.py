@@ -41,7 +41,6 @@ def test_defaults_are_a_mosar():
         ({"attention": {"geometry": "ring"}}, "geometry must be one of"),
         ({"attention": {"reach": 3}}, "attention has unknown keys ['reach']"),
         ({"attention": {"geometry": "mosar", "barrier": -1}}, "barrier must be"),
-        ({"tie_word_embeddings": False}, "tie_word_embeddings must be True"),
     ],
 )
 def test_wrong_values_are_named(values, rule):

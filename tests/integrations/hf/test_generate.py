@@ -199,7 +199,7 @@ def test_wrong_use_is_named():
     with pytest.raises(ValueError, match="cache_implementation must be None"):
         model.generate(tokens, cache_implementation="static", max_new_tokens=2)
     with pytest.raises(ValueError, match="requires a gradient"), torch.enable_grad():
-        model(tokens, use_cache=True)
+        model(tokens[:, :1], past_key_values=model(tokens).past_key_values)
 
 
 def test_padding_on_the_right_is_refused():

@@ -6,11 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from model.test_decoder import some_tokens
 from mosar.geometries import VARIANTS, AttentionConfig
-from mosar.integrations.hf import MosarDecoderConfig, MosarForCausalLM
+from mosar.integrations.hf import MosarDecoderConfig, MosarForCausalLM, MosarModel
 from mosar.integrations.hf.errors import ModelFolderError
 from mosar.integrations.hf.folders import load_model
 
@@ -29,7 +30,11 @@ def logits(model, *args, **options):
 @torch.no_grad()
 def test_equals_the_decoder(variant, routing):
     model, tokens = small_model(variant, routing=routing), some_tokens()
-    decoder = model.decoder
+    decoder = model.to_decoder()
+    assert all(
+        parameter.data_ptr() == model.decoder.get_parameter(name).data_ptr()
+        for name, parameter in decoder.named_parameters()
+    )
     for valid in (None, PADDING):
         whole = decoder.logits(decoder(tokens, valid=valid, routing=routing).hidden)
         assert torch.equal(logits(model, tokens, attention_mask=valid), whole)
@@ -54,7 +59,11 @@ def test_save_and_load_keep_every_bit(variant, dtype, tmp_path):
 
 
 def test_the_embedding_is_saved_once(tmp_path):
-    small_model().save_pretrained(tmp_path)
+    """Names in the file are those of the decoder after a prefix, as they always were."""
+    model = small_model()
+    model.save_pretrained(tmp_path)
+    names = [f"decoder.{name}" for name in model.to_decoder().state_dict()]
+    assert sorted(load_file(tmp_path / "model.safetensors")) == sorted(names)
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         shapes = [tuple(file.get_slice(name).get_shape()) for name in file.keys()]  # noqa: SIM118
     assert shapes.count((61, 32)) == 1
@@ -71,6 +80,103 @@ def test_new_weights_are_as_the_decoder_makes_them():
         std = {"weight1": 0.02, "weight2": 1e-3}.get(name.rsplit(".", 1)[1], 0.02)
         assert parameter.std().item() == pytest.approx(std, rel=0.2), name
         assert not torch.equal(parameter, other.get_parameter(name)), name
+
+
+def test_routers_that_a_checkpoint_lacks_are_initialised(tmp_path):
+    """As the decoder makes them, whatever the memory held; the others are loaded."""
+    whole = small_model()
+    whole.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    lacking = [name for name in weights if "_router." in name]
+    kept = {name: weights[name] for name in weights if name not in lacking[::2]}
+    save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    part = MosarForCausalLM.from_pretrained(tmp_path)
+    with torch.device("meta"):
+        bare = MosarForCausalLM(whole.config)
+    bare.to_empty(device="cpu")
+    for parameter in bare.parameters():
+        parameter.data.fill_(torch.nan)
+    bare.init_weights()
+    stds = {"weight1": 0.02, "weight2": 1e-3, "bias1": 0.0, "bias2": 0.0}
+    for name in lacking:
+        for model in (part, bare):
+            parameter = model.get_parameter(name)
+            if model is part and name in kept:
+                assert torch.equal(parameter, weights[name]), name
+            else:
+                std = stds[name.rpartition(".")[2]]
+                assert parameter.std().item() == pytest.approx(std, rel=0.3), name
+    assert all(parameter.isfinite().all() for parameter in bare.parameters())
+
+
+@pytest.mark.parametrize("variant", ["rope", "mosar"])
+@torch.no_grad()
+def test_offloaded_parameters_give_the_same_logits(variant, tmp_path):
+    """Also the embedding, which is read twice: for the tokens and as the output head."""
+    accelerate = pytest.importorskip("accelerate")
+    model, tokens = small_model(variant), some_tokens()
+    whole = logits(model, tokens)
+    model.save_pretrained(tmp_path)
+    parts = ["decoder.layers.0", "decoder.layers.1", "decoder.norm"]
+    for place in ("disk", "cpu"):
+        device_map = {"decoder.embedding": "disk", "lm_head": "disk", **dict.fromkeys(parts, place)}
+        loaded = MosarForCausalLM.from_pretrained(
+            tmp_path, device_map=device_map, offload_folder=tmp_path / "offload"
+        )
+        assert loaded.get_parameter("decoder.embedding.weight").is_meta
+        assert torch.equal(logits(loaded, tokens), whole)
+    assert torch.equal(logits(accelerate.cpu_offload(model, "cpu"), tokens), whole)
+    decoder = load_model(tmp_path).to_decoder()
+    accelerate.cpu_offload(decoder, "cpu")
+    assert decoder.embedding.weight.is_meta
+    assert torch.equal(decoder.logits(decoder(tokens).hidden), whole)
+
+
+@torch.no_grad()
+def test_the_base_model_and_a_classifier(tmp_path):
+    model, tokens = small_model("mosar", pad_token_id=0), some_tokens().clamp_min(1)
+    tokens[1, :9] = 0
+    mask = tokens != 0
+    model.save_pretrained(tmp_path / "whole")
+    model.decoder.save_pretrained(tmp_path / "base")
+    for folder in ("whole", "base"):
+        base = AutoModel.from_pretrained(tmp_path / folder)
+        assert isinstance(base, MosarModel)
+        hidden = base(tokens, attention_mask=mask).last_hidden_state
+        assert torch.equal(model.lm_head(hidden / 30).tanh() * 30, model(tokens, mask).logits)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    assert_same_tensors(again, model)
+    judge = AutoModelForSequenceClassification.from_pretrained(tmp_path / "whole", num_labels=3)
+    judge.set_routing("sparse")
+    assert judge.decoder.routing == "sparse"
+    labels = torch.tensor([0, 2])
+    out = judge(tokens, attention_mask=mask, labels=labels)
+    base.set_routing("sparse")
+    last = base(tokens, attention_mask=mask).last_hidden_state[:, -1]
+    torch.testing.assert_close(out.logits, judge.score(last))
+    with torch.enable_grad():
+        judge(tokens, attention_mask=mask, labels=labels).loss.backward()
+    assert judge.decoder.embedding.weight.grad.abs().sum() > 0
+
+
+def test_a_head_of_its_own(tmp_path):
+    """Models may be untied, but are then no `Decoder`."""
+    config = small_model().config
+    config.tie_word_embeddings = False
+    MosarForCausalLM(config).save_pretrained(tmp_path)
+    loaded = load_model(tmp_path)
+    assert not torch.equal(loaded.lm_head.weight, loaded.decoder.embedding.weight)
+    with pytest.raises(ModelFolderError, match="tie_word_embeddings must be True"):
+        loaded.to_decoder()
+
+
+def test_adapters_find_their_targets():
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(small_model(), peft.LoraConfig(task_type="CAUSAL_LM"))
+    trained = {n.split(".lora")[0] for n, p in model.named_parameters() if p.requires_grad}
+    assert {name.rpartition(".")[2] for name in trained} == {"q_proj", "v_proj"}
+    tokens = some_tokens()
+    model(input_ids=tokens, labels=tokens).loss.backward()
 
 
 def test_routing_belongs_to_a_model_not_to_its_configuration(tmp_path):
@@ -137,7 +243,9 @@ def test_hidden_states_tuples_and_chosen_logits():
     model, tokens = small_model(), some_tokens()
     out = model(tokens, output_hidden_states=True, use_cache=False)
     assert len(out.hidden_states) == 3
-    assert torch.equal(model.decoder.logits(out.hidden_states[-1]), out.logits)
+    assert torch.equal(model.to_decoder().logits(out.hidden_states[-1]), out.logits)
+    model.config.output_hidden_states = True
+    assert len(model(tokens).hidden_states) == 3
     assert torch.equal(model(tokens, use_cache=False, return_dict=False)[0], out.logits)
     last = model(tokens, logits_to_keep=3, use_cache=False).logits
     assert torch.equal(last, out.logits[:, -3:])
@@ -190,15 +298,16 @@ def test_the_cost_reaches_routers_under_sparse_routing():
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in routers.values())
 
 
-@pytest.mark.parametrize("every", [1, 2])
-def test_gradient_checkpointing_changes_no_gradient(every):
+@pytest.mark.parametrize(("every", "reentrant"), [(1, False), (2, False), (1, True)])
+def test_gradient_checkpointing_changes_no_gradient(every, reentrant):
     attention = AttentionConfig(geometry="mosar", cost_weight=0.5)
     tokens = some_tokens()
     gradients = []
     for checkpoint in (False, True):
         model = small_model(attention).train()
         if checkpoint:
-            model.gradient_checkpointing_enable(every_n_layers=every)
+            options = {"use_reentrant": reentrant}
+            model.gradient_checkpointing_enable(options, every_n_layers=every)
             assert model.is_gradient_checkpointing
         model(tokens, labels=tokens).loss.backward()
         gradients.append({n: p.grad for n, p in model.named_parameters()})
@@ -236,8 +345,6 @@ def test_wrong_calls_are_named():
     ):
         with pytest.raises(ValueError, match=rule):
             model(**options)
-    with pytest.raises(ValueError, match="use_reentrant must be False"):
-        model.gradient_checkpointing_enable({"use_reentrant": True})
 
 
 def test_folders_that_hold_no_model(tmp_path):

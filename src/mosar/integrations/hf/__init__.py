@@ -6,7 +6,12 @@ model.set_routing("sparse")
 """
 
 try:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import (
+        AutoConfig,
+        AutoModel,
+        AutoModelForCausalLM,
+        AutoModelForSequenceClassification,
+    )
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 except ModuleNotFoundError as error:
     if (error.name or "").partition(".")[0] != "transformers":
@@ -17,7 +22,12 @@ except ModuleNotFoundError as error:
 
 from mosar.integrations.hf.cache import MosarCache
 from mosar.integrations.hf.config import MosarDecoderConfig
-from mosar.integrations.hf.model import MosarCausalLMOutput, MosarForCausalLM
+from mosar.integrations.hf.model import (
+    MosarCausalLMOutput,
+    MosarForCausalLM,
+    MosarForSequenceClassification,
+    MosarModel,
+)
 from mosar.integrations.hf.training import RoutingCostWarmup
 
 __all__ = [
@@ -25,12 +35,28 @@ __all__ = [
     "MosarCausalLMOutput",
     "MosarDecoderConfig",
     "MosarForCausalLM",
+    "MosarForSequenceClassification",
+    "MosarModel",
     "RoutingCostWarmup",
 ]
 
 AutoConfig.register(MosarDecoderConfig.model_type, MosarDecoderConfig, exist_ok=True)
-AutoModelForCausalLM.register(MosarDecoderConfig, MosarForCausalLM, exist_ok=True)
+for auto_class, model_class in (
+    (AutoModel, MosarModel),
+    (AutoModelForCausalLM, MosarForCausalLM),
+    (AutoModelForSequenceClassification, MosarForSequenceClassification),
+):
+    auto_class.register(MosarDecoderConfig, model_class, exist_ok=True)
 # By this table Trainer knows whose labels it must shift itself, when it smooths them.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault(
     MosarDecoderConfig.model_type, MosarForCausalLM.__name__
 )
+try:
+    # Our projections have the names of Gemma 2's, and so the same are chosen where none are named.
+    from peft.utils import constants
+except ImportError:
+    pass
+else:
+    for name, targets in vars(constants).items():
+        if name.startswith("TRANSFORMERS_MODELS_TO_") and "gemma2" in targets:
+            targets.setdefault(MosarDecoderConfig.model_type, targets["gemma2"])

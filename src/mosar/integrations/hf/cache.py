@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
-from mosar.model.dense_cache import DenseCache, DenseLayerCache
+from mosar.model.dense_cache import DenseCache, DenseKeys, DenseLayerCache
 from mosar.model.regime_cache import RegimeCache, RegimeLayerCache
 
 # How far assisted decoding may go back: its candidates are a few tens of tokens.
@@ -27,7 +27,7 @@ class MosarCacheLayer(CacheLayerMixin):
     supports_early_init = False
 
     def __init__(self, state: RegimeLayerCache | DenseLayerCache):
-        super().__init__()
+        # Not the base class's: what it would set follows from the state.
         self.state = state
 
     @property
@@ -35,12 +35,22 @@ class MosarCacheLayer(CacheLayerMixin):
         return self.state.batch_size
 
     @property
+    def keys(self) -> Tensor | None:
+        """[B, K, S, D] of all tokens; None where they are kept by regime, or there are none."""
+        return self._stored("k")
+
+    @property
+    def values(self) -> Tensor | None:
+        """As `keys`."""
+        return self._stored("v")
+
+    def _stored(self, name: str) -> Tensor | None:
+        store = self.state._store
+        return store[name] if isinstance(store, DenseKeys) else None
+
+    @property
     def is_initialized(self) -> bool:
         return self.state.slots > 0
-
-    @is_initialized.setter
-    def is_initialized(self, value: bool) -> None:
-        """Follows from the tokens; the base class sets it to False at first."""
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: the first tokens bring their shapes."""

@@ -35,7 +35,7 @@ _SIZES = {
 
 
 class MosarDecoderConfig(PreTrainedConfig):
-    """What `MosarForCausalLM` is built from; without arguments, a mosar of preset "small"."""
+    """What the models are built from; without arguments, a mosar of preset "small"."""
 
     model_type = "mosar"
     keys_to_ignore_at_inference = ["past_key_values", "routing_cost"]  # noqa: RUF012
@@ -65,13 +65,12 @@ class MosarDecoderConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
     tie_word_embeddings: bool = True
+    """Whether the embedding is the output head, as it is in every run of ours."""
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
         if self.attention is None:
             self.attention = {"geometry": "mosar"}
-        if not self.tie_word_embeddings:
-            raise ValueError("tie_word_embeddings must be True: the embedding is the output head")
         if self.routing not in ROUTINGS:
             raise ValueError(f"routing must be one of {ROUTINGS}, got {self.routing!r}")
         # Regimes that do not fit the sizes are refused now, not by the first layer.

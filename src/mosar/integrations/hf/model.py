@@ -1,7 +1,8 @@
-"""The decoder as a causal language model of transformers.
+"""The decoder in transformers: a base model, a language model and a classifier on top of it.
 
-Parameters are those of `Decoder` under `decoder.`; the embedding is also the output head, so that
-there is no second tensor to tie. Routers stay in float32 whatever the dtype of the rest.
+Parameters are those of `Decoder`, in the models with a head under `decoder.`. The output head is
+tied to the embedding, so that it is saved once. Routers stay in float32 whatever the dtype of the
+rest.
 
 Shapes: B rows, T tokens, V vocabulary, L layers, R regimes.
 """
@@ -9,70 +10,109 @@ Shapes: B rows, T tokens, V vocabulary, L layers, R regimes.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_layers import (
+    GenericForSequenceClassification,
+    GradientCheckpointingLayer,
+)
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils.generic import can_return_tuple
+from transformers.utils.output_capturing import capture_outputs
 
 from mosar.attention import ROUTINGS, Routing
 from mosar.core.config import MoSARConfig
 from mosar.core.layout import can_check_values
 from mosar.core.losses import normalized_reach_cost
-from mosar.geometries import Geometry, LayerRouting
+from mosar.geometries import Geometry
 from mosar.integrations.hf.cache import MosarCache
 from mosar.integrations.hf.config import MosarDecoderConfig
+from mosar.integrations.hf.errors import ModelFolderError
 from mosar.integrations.hf.placement import place_tokens, starts_again
-from mosar.model.decoder import Decoder
+from mosar.model.decoder import (
+    Decoder,
+    Layer,
+    Placement,
+    capped_logits,
+    check_cache,
+    is_routed,
+    new_cache,
+)
 from mosar.model.norm import RMSNorm
+
+# pi_Q and pi_K of a layer, [B, T, R] or [B, Gr, T, R].
+Probabilities = tuple[Tensor, Tensor]
+
+
+class MosarLayer(GradientCheckpointingLayer, Layer):
+    """A layer of the decoder, which transformers can compute again in the backward pass."""
+
+    def forward(
+        self,
+        x: Tensor,
+        routing: Routing,
+        placement: Placement,
+        past_key_values: Any = None,
+    ) -> tuple[Tensor, ...]:
+        """The output, and pi_Q and pi_K where there are routers.
+
+        Flat: checkpointing with `use_reentrant` passes gradients to no tensor further inside.
+        """
+        x, routed = Layer.forward(self, x, routing, placement, past_key_values)
+        return (x,) if routed is None else (x, routed.query.probabilities, routed.key.probabilities)
+
+
+@dataclass
+class MosarModelOutput(BaseModelOutputWithPast):
+    """What a forward pass of the base model gives."""
+
+    routing_cost: Tensor | None = None
+    """L_cost, the expected normalized reach; None without routers, or if it was not asked for."""
 
 
 @dataclass
 class MosarCausalLMOutput(CausalLMOutputWithPast):
-    """What a forward pass gives."""
+    """What a forward pass of the language model gives."""
 
     routing_cost: Tensor | None = None
     """L_cost, the expected normalized reach, without gradient; None without routers or labels."""
 
 
-class MosarForCausalLM(PreTrainedModel, GenerationMixin):
-    """Any of the variants, with a language-modelling loss and `generate`."""
+class MosarPreTrainedModel(PreTrainedModel):
+    """What the models have in common."""
 
     if TYPE_CHECKING:
         config: MosarDecoderConfig
     config_class = MosarDecoderConfig
-    base_model_prefix = ""
+    base_model_prefix = "decoder"
     supports_gradient_checkpointing = True
-    _no_split_modules = ["Layer"]  # noqa: RUF012
+    _input_embed_layer = "embedding"
+    _can_record_outputs = {"hidden_states": MosarLayer}  # noqa: RUF012
+    _no_split_modules = ["MosarLayer"]  # noqa: RUF012
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
-    _keep_in_fp32_modules_strict = ["query_router", "key_router"]  # noqa: RUF012
 
     def __init__(self, config: MosarDecoderConfig):
         # Two models of one configuration object may use different routings.
-        config = copy.deepcopy(config)
-        super().__init__(config)
-        self.decoder = Decoder(config.model_config, config.attention_config)
-        self.gradient_checkpointing = False
-        self.checkpoint_every = 1
-        self.cost_step: int | None = None
-        """The update that is being computed, for the warm-up of the cost; None: it is over."""
-        self.post_init()
+        super().__init__(copy.deepcopy(config))
+        routers = ["query_router", "key_router"] if is_routed(config.attention_config) else []
+        self._keep_in_fp32_modules_strict = cast(Any, routers)
 
-    @classmethod
-    def from_decoder(cls, decoder: Decoder, **options: Any) -> MosarForCausalLM:
-        """A model with the parameters of a decoder, bit for bit; options: of the configuration."""
-        config = MosarDecoderConfig.from_decoder(
-            decoder.model_config, decoder.attention_config, **options
-        )
-        with torch.device("meta"):
-            model = cls(config)
-        model.decoder = copy.deepcopy(decoder)
-        return model.eval()
+    def post_init(self) -> None:
+        # A model and its base have one configuration.
+        self.base_model.config = self.config
+        super().post_init()
+
+    def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
+        """Without the rule for custom code, by which a geometry would pass for initialised because
+        its parameters are those of its routers. `_init_weights` heeds loaded parameters itself.
+        """
+        super()._initialize_weights(module, is_custom_code=False)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -81,23 +121,13 @@ class MosarForCausalLM(PreTrainedModel, GenerationMixin):
             nn.init.zeros_(module.weight)
         elif isinstance(module, Geometry):
             for name, parameter in module.named_parameters():
-                # Loaded ones carry this mark.
-                if not getattr(parameter, "_is_hf_initialized", False):
+                # Loaded ones carry this mark; those left on a disk have no storage.
+                if not (parameter.is_meta or getattr(parameter, "_is_hf_initialized", False)):
                     seed = int(torch.randint(1 << 62, ()))
                     generator = torch.Generator(parameter.device).manual_seed(seed)
                     module.init_parameter(name, parameter, generator)
         else:
             super()._init_weights(module)
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.decoder.embedding
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        self.decoder.embedding = cast(nn.Embedding, value)
-
-    def get_output_embeddings(self) -> None:
-        """None: the head is the input embedding itself."""
-        return None
 
     @property
     def routing(self) -> Routing:
@@ -116,20 +146,144 @@ class MosarForCausalLM(PreTrainedModel, GenerationMixin):
 
     def new_cache(self, **options: Any) -> MosarCache:
         """An empty cache for the present routing; options are those of `Decoder.new_cache`."""
-        return MosarCache(self.decoder.new_cache(self.routing, **options))
+        config = self.config
+        return MosarCache(
+            new_cache(config.model_config, config.attention_config, self.routing, **options)
+        )
 
-    def gradient_checkpointing_enable(
+
+class MosarModel(MosarPreTrainedModel):
+    """Any of the variants, without a head."""
+
+    def __init__(self, config: MosarDecoderConfig):
+        super().__init__(config)
+        model, self.attention_config = config.model_config, config.attention_config
+        self.embedding = nn.Embedding(model.vocab_size, model.hidden_size)
+        self.layers = nn.ModuleList(
+            MosarLayer(model, self.attention_config) for _ in range(model.num_layers)
+        )
+        self.norm = RMSNorm(model.hidden_size, model.norm_eps)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @capture_outputs
+    def forward(
         self,
-        gradient_checkpointing_kwargs: dict[str, Any] | None = None,
-        every_n_layers: int = 1,
-        **options: Any,
-    ) -> None:
-        """As in transformers, without `use_reentrant`: that drops the routing cost's gradient."""
-        given = {"use_reentrant": False} | (gradient_checkpointing_kwargs or {})
-        if given["use_reentrant"]:
-            raise ValueError("use_reentrant must be False: else the routing cost has no gradient")
-        self.checkpoint_every = every_n_layers
-        super().gradient_checkpointing_enable(given, **options)
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: MosarCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_routing_cost: bool = False,
+        **kwargs: Any,
+    ) -> MosarModelOutput:
+        """input_ids [B, T], or inputs_embeds [B, T, hidden] as `get_input_embeddings` gives them.
+
+        attention_mask [B, T], or [B, P + T] with P tokens in the cache: 0 for padding on either
+        side. position_ids [B or 1, T]: as `generate` counts them; positions that start again at 0
+        begin another packed text. use_cache: whether a cache is filled, by default as the
+        configuration says, but not while training; no gradient passes through it to earlier calls.
+        output_routing_cost: compute L_cost of the valid tokens.
+        """
+        if kwargs.get("output_attentions", self.config.output_attentions):
+            raise ValueError("output_attentions must be False: no kernel holds the probabilities")
+        x = self._embed(input_ids, inputs_embeds)
+        if use_cache is None and attention_mask is None and position_ids is not None:
+            # Packed texts are not gone on with, and there is no cache for them.
+            use_cache = False if starts_again(position_ids) else None
+        cache = self._cache(past_key_values, use_cache)
+        placement = place_tokens(x, attention_mask, position_ids, cache)
+        routings: list[Probabilities] = []
+        for index, layer in enumerate(self.layers):
+            x, *routed = layer(
+                x,
+                self.routing,
+                placement,
+                past_key_values=None if cache is None else cache.states[index],
+            )
+            if routed:
+                routings.append((routed[0], routed[1]))
+        cost = None
+        if output_routing_cost and routings:
+            cost = expected_reach(routings, self.config.mosar_config, placement.get("key_valid"))
+        return MosarModelOutput(
+            last_hidden_state=self.norm(x), past_key_values=cache, routing_cost=cost
+        )
+
+    def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give either input_ids or inputs_embeds")
+        size = self.config.hidden_size
+        if input_ids is not None:
+            self._check_ids(input_ids)
+        embeds = self.embedding(input_ids) if inputs_embeds is None else inputs_embeds
+        if embeds.dim() != 3 or embeds.shape[2] != size:
+            raise ValueError(f"inputs_embeds must be [B, T, {size}], got {list(embeds.shape)}")
+        return embeds * size**0.5
+
+    def _check_ids(self, ids: Tensor) -> None:
+        if ids.dim() != 2 or not ids.shape[1]:
+            raise ValueError(f"input_ids must be [B, T] with T >= 1, got {list(ids.shape)}")
+        if can_check_values(ids):
+            lowest, highest = (int(value) for value in ids.aminmax())
+            size = self.embedding.num_embeddings
+            if lowest < 0 or highest >= size:
+                wrong = lowest if lowest < 0 else highest
+                raise ValueError(
+                    f"input_ids must lie in 0..{size - 1}, got {wrong}: does the tokenizer belong "
+                    "to the model?"
+                )
+
+    def _cache(self, given: Any, use_cache: bool | None) -> MosarCache | None:
+        if given is None:
+            # An update needs none.
+            wanted = self.config.use_cache and not (self.training and torch.is_grad_enabled())
+            return self.new_cache() if (wanted if use_cache is None else use_cache) else None
+        if not isinstance(given, MosarCache):
+            raise ValueError(
+                f"past_key_values must be a MosarCache, as model.new_cache() makes it, "
+                f"got {type(given).__name__}"
+            )
+        check_cache(given.states, self.attention_config, len(self.layers))
+        return given
+
+
+class MosarForCausalLM(MosarPreTrainedModel, GenerationMixin):
+    """Any of the variants, with a language-modelling loss and `generate`."""
+
+    _tied_weights_keys = {"lm_head.weight": "decoder.embedding.weight"}  # noqa: RUF012
+
+    def __init__(self, config: MosarDecoderConfig):
+        super().__init__(config)
+        self.decoder = MosarModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.cost_step: int | None = None
+        """The update that is being computed, for the warm-up of the cost; None: it is over."""
+        self.post_init()
+
+    @classmethod
+    def from_decoder(cls, decoder: Decoder, **options: Any) -> MosarForCausalLM:
+        """A model with the parameters of a decoder, bit for bit; options: of the configuration."""
+        config = MosarDecoderConfig.from_decoder(
+            decoder.model_config, decoder.attention_config, **options
+        )
+        with torch.device("meta"):
+            model = cls(config)
+        model.decoder.load_state_dict(copy.deepcopy(decoder.state_dict()), assign=True)
+        model.tie_weights()
+        return model.eval()
+
+    def to_decoder(self) -> Decoder:
+        """The model as our own `Decoder`; the parameters of both are the same memory."""
+        if not self.config.tie_word_embeddings:
+            raise ModelFolderError(
+                "tie_word_embeddings must be True: a decoder has no output head but its embedding"
+            )
+        with torch.device("meta"):
+            decoder = Decoder(self.config.model_config, self.config.attention_config)
+        decoder.load_state_dict(self.decoder.state_dict(), assign=True)
+        return decoder.train(self.training)
 
     @can_return_tuple
     def forward(
@@ -141,61 +295,41 @@ class MosarForCausalLM(PreTrainedModel, GenerationMixin):
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> MosarCausalLMOutput:
-        """input_ids [B, T], or inputs_embeds [B, T, hidden] as `get_input_embeddings` gives them.
-
-        attention_mask [B, T], or [B, P + T] with P tokens in the cache: 0 for padding on either
-        side. position_ids [B or 1, T]: as `generate` counts them; positions that start again at 0
-        begin another packed text. labels [B, T]: the tokens themselves, shifted here; -100 is not
+        """As `MosarModel`. labels [B, T]: the tokens themselves, shifted here; -100 is not
         predicted. While training, the loss includes lambda L_cost where the configuration has a
-        `cost_weight`. Without gradients a cache is filled unless `use_cache` is False.
+        `cost_weight`.
         """
-        if output_attentions:
-            raise ValueError("output_attentions must be False: no kernel holds the probabilities")
-        x = self._embed(input_ids, inputs_embeds)
-        if labels is not None and labels.shape != x.shape[:2]:
+        tokens = input_ids if inputs_embeds is None else inputs_embeds
+        if labels is not None and tokens is not None and labels.shape != tokens.shape[:2]:
             raise ValueError(
-                f"labels must be {list(x.shape[:2])} like the tokens, got {list(labels.shape)}"
+                f"labels must be {list(tokens.shape[:2])} like the tokens, got {list(labels.shape)}"
             )
-        if use_cache is None and attention_mask is None and position_ids is not None:
-            # Packed texts are not gone on with, and there is no cache for them.
-            use_cache = False if starts_again(position_ids) else None
-        cache = self._cache(past_key_values, use_cache)
-        if cache is not None:
-            self.decoder.check_cache(cache.states)
-        placement = place_tokens(x, attention_mask, position_ids, cache)
-        states: list[Tensor] | None = [] if output_hidden_states else None
-        hidden, routings = self.decoder.run_layers(
-            x,
-            placement,
-            routing=self.routing,
-            cache=None if cache is None else cache.states,
-            run_layer=self._layer_runner(),
-            states=states,
+        outputs = self.decoder(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            output_routing_cost=labels is not None,
+            **kwargs,
         )
-        logits = self.decoder.logits(slice_logits_to_keep(hidden, logits_to_keep))
-        loss = cost = None
+        hidden = slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep)
+        logits = capped_logits(self.lm_head, hidden, self.config.final_logit_softcapping)
+        loss, cost = None, outputs.routing_cost
         if labels is not None:
             loss = self.loss_function(logits, labels, logits.shape[-1], **kwargs)
-            if routings:
-                weight = self.cost_weight if self.training else 0.0
-                with torch.set_grad_enabled(torch.is_grad_enabled() and weight != 0):
-                    cost = expected_reach(
-                        routings, self.config.mosar_config, placement.get("key_valid")
-                    )
-                if weight:
-                    loss = loss + weight * _share(labels, **kwargs) * cost
-                cost = cost.detach()
+            if cost is not None and self.training and self.cost_weight:
+                loss = loss + self.cost_weight * _share(labels, **kwargs) * cost
         return MosarCausalLMOutput(
             loss=loss,
             logits=cast(Any, logits),
-            past_key_values=cache,
-            hidden_states=None if states is None else cast(Any, (*states, hidden)),
-            routing_cost=cost,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            routing_cost=None if cost is None else cost.detach(),
         )
 
     @property
@@ -206,55 +340,6 @@ class MosarForCausalLM(PreTrainedModel, GenerationMixin):
             return attention.cost_weight
         return attention.cost_weight * step / attention.cost_warmup
 
-    def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("give either input_ids or inputs_embeds")
-        size = self.config.hidden_size
-        if input_ids is not None:
-            self._check_ids(input_ids)
-        embeds = self.decoder.embedding(input_ids) if inputs_embeds is None else inputs_embeds
-        if embeds.dim() != 3 or embeds.shape[2] != size:
-            raise ValueError(f"inputs_embeds must be [B, T, {size}], got {list(embeds.shape)}")
-        return embeds * size**0.5
-
-    def _check_ids(self, ids: Tensor) -> None:
-        if ids.dim() != 2 or not ids.shape[1]:
-            raise ValueError(f"input_ids must be [B, T] with T >= 1, got {list(ids.shape)}")
-        if can_check_values(ids):
-            lowest, highest = (int(value) for value in ids.aminmax())
-            size = self.decoder.embedding.num_embeddings
-            if lowest < 0 or highest >= size:
-                wrong = lowest if lowest < 0 else highest
-                raise ValueError(
-                    f"input_ids must lie in 0..{size - 1}, got {wrong}: does the tokenizer belong "
-                    "to the model?"
-                )
-
-    def _cache(self, given: Any, use_cache: bool | None) -> MosarCache | None:
-        if given is None:
-            # A cache keeps no gradient: by default there is one only where none is asked for.
-            wanted = self.config.use_cache and not torch.is_grad_enabled()
-            return self.new_cache() if (wanted if use_cache is None else use_cache) else None
-        if not isinstance(given, MosarCache):
-            raise ValueError(
-                f"past_key_values must be a MosarCache, as model.new_cache() makes it, "
-                f"got {type(given).__name__}"
-            )
-        return given
-
-    def _layer_runner(self) -> Callable[..., Any] | None:
-        """Runs every `checkpoint_every`-th layer by the checkpointing of transformers."""
-        if not (self.gradient_checkpointing and self.training and torch.is_grad_enabled()):
-            return None
-        chosen = {id(layer) for layer in list(self.decoder.layers)[:: self.checkpoint_every]}
-
-        def run(layer: nn.Module, *args: Any) -> Any:
-            if id(layer) in chosen:
-                return self._gradient_checkpointing_func(layer, *args)
-            return layer(*args)
-
-        return run
-
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
@@ -262,7 +347,9 @@ class MosarForCausalLM(PreTrainedModel, GenerationMixin):
         kind = generation_config.cache_implementation
         if kind not in (None, "dynamic"):
             raise ValueError(
-                f"cache_implementation must be None: the cache follows the routing; got {kind!r}"
+                f"cache_implementation must be None, got {kind!r}: the cache follows the routing. "
+                'Under "sparse" routing it is bounded; model.new_cache(dtype=torch.bfloat16), as '
+                "past_key_values, halves it"
             )
         _check_left_padding(model_kwargs.get("attention_mask"))
         given = model_kwargs.get("past_key_values")
@@ -272,6 +359,12 @@ class MosarForCausalLM(PreTrainedModel, GenerationMixin):
             model_kwargs["past_key_values"] = self.new_cache()
             if generation_config.is_assistant:
                 model_kwargs["past_key_values"].activate_past_recording()
+
+
+class MosarForSequenceClassification(GenericForSequenceClassification, MosarPreTrainedModel):
+    """A class for each text, read off its last token; the loss has no routing cost."""
+
+    base_model_prefix = MosarPreTrainedModel.base_model_prefix
 
 
 def _check_left_padding(mask: Tensor | None) -> None:
@@ -287,18 +380,13 @@ def _check_left_padding(mask: Tensor | None) -> None:
 
 
 def expected_reach(
-    routings: Sequence[LayerRouting], config: MoSARConfig, valid: Tensor | None = None
+    routings: Sequence[Probabilities], config: MoSARConfig, valid: Tensor | None = None
 ) -> Tensor:
     """L_cost over batch, layers and the valid tokens [B, T]: a scalar."""
     means = []
-    for role in ("query", "key"):
-        layers = []
-        for routing in routings:
-            pi = getattr(routing, role).probabilities
-            # [B, T, R], or [B, Gr, T, R]
-            chosen = pi if valid is None else pi.movedim(-2, 1)[valid]
-            layers.append(chosen.flatten(0, -2).mean(dim=0))
-        means.append(torch.stack(layers))
+    for role in zip(*routings, strict=True):
+        chosen = (pi if valid is None else pi.movedim(-2, 1)[valid] for pi in role)
+        means.append(torch.stack([pi.flatten(0, -2).mean(dim=0) for pi in chosen]))
     # The cost is linear in the probabilities: that of their means is the mean of all.
     return normalized_reach_cost(means[0], means[1], config)
 

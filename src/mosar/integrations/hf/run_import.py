@@ -58,7 +58,7 @@ def import_model(folder: Path | str, out: Path | str, *, data: Path | None = Non
         write_checkpoint(
             staging / CHECKPOINTS,
             step,
-            dict(model.decoder.named_parameters()),
+            dict(model.to_decoder().named_parameters()),
             {},
             _state(config) | {"metrics": _write_metrics(staging / METRICS, metrics)},
         )
