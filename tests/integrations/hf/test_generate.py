@@ -198,6 +198,8 @@ def test_wrong_use_is_named():
         model(tokens[:, :1], past_key_values=cache)
     with pytest.raises(ValueError, match="cache_implementation must be None"):
         model.generate(tokens, cache_implementation="static", max_new_tokens=2)
+    with pytest.raises(ValueError, match="call generate with a batch, padded on the left"):
+        model.generate(tokens, cache_implementation="paged", max_new_tokens=2)
     with pytest.raises(ValueError, match="requires a gradient"), torch.enable_grad():
         model(tokens[:, :1], past_key_values=model(tokens).past_key_values)
 

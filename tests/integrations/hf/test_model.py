@@ -402,3 +402,49 @@ def test_wrong_tokens_are_named(options, message):
 def test_wrong_options_of_a_cache_are_named():
     with pytest.raises(ValueError, match=r"options of a cache are crop_margin.*got 'foo'"):
         small_model().new_cache(foo=1)
+
+
+@pytest.mark.parametrize(
+    ("variant", "routing", "given"),
+    [
+        ("mosar", "soft", "positions"),
+        ("mosar", "top1", "nothing"),
+        ("mosar", "sparse", "mask"),
+    ],
+)
+def test_training_compiles_in_one_piece(variant, routing, given):
+    """With labels, their cost, and what a collator adds."""
+    attention = AttentionConfig(geometry=variant, cost_weight=0.5)
+    model, tokens = small_model(attention, routing=routing).train(), some_tokens()
+    packed = torch.cat([torch.arange(20), torch.arange(25)])[None]
+    options = {
+        "nothing": {},
+        "mask": {"attention_mask": PADDING.long()},
+        "positions": {"position_ids": packed},
+    }[given]
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    losses, gradients = [], []
+    for forward in (model, compiled):
+        model.zero_grad()
+        loss = forward(input_ids=tokens, labels=tokens, **options).loss
+        loss.backward()
+        losses.append(loss.detach())
+        gradients.append(model.decoder.embedding.weight.grad)
+    torch.testing.assert_close(*losses)
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_export_of_any_length():
+    for variant, routing in (("rope", "soft"), ("mosar", "soft"), ("mosar", "top1")):
+        model = small_model(variant, routing=routing)
+        dynamic = {"input_ids": {1: torch.export.Dim("length", min=2, max=4096)}}
+        inputs = {"input_ids": some_tokens()}
+        exported = torch.export.export(model, (), inputs, dynamic_shapes=dynamic).module()
+        longer = some_tokens(length=400)
+        found = exported(input_ids=longer)
+        assert found.past_key_values is None
+        torch.testing.assert_close(found.logits, logits(model, longer), rtol=0, atol=2e-5)
+        with pytest.raises(ValueError, match="use_cache must be False"):
+            torch.export.export(model, (), inputs | {"use_cache": True})

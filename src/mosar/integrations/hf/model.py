@@ -157,7 +157,9 @@ class MosarModel(MosarPreTrainedModel):
 
     def __init__(self, config: MosarDecoderConfig):
         super().__init__(config)
+        # Built once: a compiled forward pass cannot check configurations.
         model, self.attention_config = config.model_config, config.attention_config
+        self.mosar_config = config.mosar_config
         self.embedding = nn.Embedding(model.vocab_size, model.hidden_size)
         self.layers = nn.ModuleList(
             MosarLayer(model, self.attention_config) for _ in range(model.num_layers)
@@ -191,7 +193,8 @@ class MosarModel(MosarPreTrainedModel):
         x = self._embed(input_ids, inputs_embeds)
         if use_cache is None and attention_mask is None and position_ids is not None:
             # Packed texts are not gone on with, and there is no cache for them.
-            use_cache = False if starts_again(position_ids) else None
+            packed = torch.compiler.is_compiling() or starts_again(position_ids)
+            use_cache = False if packed else None
         cache = self._cache(past_key_values, use_cache)
         placement = place_tokens(x, attention_mask, position_ids, cache)
         routings: list[Probabilities] = []
@@ -206,7 +209,7 @@ class MosarModel(MosarPreTrainedModel):
                 routings.append((routed[0], routed[1]))
         cost = None
         if output_routing_cost and routings:
-            cost = expected_reach(routings, self.config.mosar_config, placement.get("key_valid"))
+            cost = expected_reach(routings, self.mosar_config, placement.get("key_valid"))
         return MosarModelOutput(
             last_hidden_state=self.norm(x), past_key_values=cache, routing_cost=cost
         )
@@ -236,10 +239,17 @@ class MosarModel(MosarPreTrainedModel):
                 )
 
     def _cache(self, given: Any, use_cache: bool | None) -> MosarCache | None:
+        if given is None and use_cache is None:
+            # An update needs none, and no graph could hold it.
+            learning = self.training and torch.is_grad_enabled()
+            use_cache = self.config.use_cache and not (learning or torch.compiler.is_compiling())
+        if torch.compiler.is_exporting() and (use_cache or given is not None):
+            raise ValueError(
+                "use_cache must be False in torch.export: what a cache holds follows from the "
+                "routing of its tokens; export the forward pass of whole texts"
+            )
         if given is None:
-            # An update needs none.
-            wanted = self.config.use_cache and not (self.training and torch.is_grad_enabled())
-            return self.new_cache() if (wanted if use_cache is None else use_cache) else None
+            return self.new_cache() if use_cache else None
         if not isinstance(given, MosarCache):
             raise ValueError(
                 f"past_key_values must be a MosarCache, as model.new_cache() makes it, "
@@ -360,6 +370,13 @@ class MosarForCausalLM(MosarPreTrainedModel, GenerationMixin):
             if generation_config.is_assistant:
                 model_kwargs["past_key_values"].activate_past_recording()
 
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused, before requests fail one by one."""
+        raise ValueError(
+            "continuous batching needs keys in pages, and ours are kept by their routing: call "
+            "generate with a batch, padded on the left"
+        )
+
 
 class MosarForSequenceClassification(GenericForSequenceClassification, MosarPreTrainedModel):
     """A class for each text, read off its last token; the loss has no routing cost."""
@@ -385,8 +402,14 @@ def expected_reach(
     """L_cost over batch, layers and the valid tokens [B, T]: a scalar."""
     means = []
     for role in zip(*routings, strict=True):
-        chosen = (pi if valid is None else pi.movedim(-2, 1)[valid] for pi in role)
-        means.append(torch.stack([pi.flatten(0, -2).mean(dim=0) for pi in chosen]))
+        pi_BTR = [pi.mean(dim=1) if pi.dim() == 4 else pi for pi in role]
+        if valid is None:
+            layers = [pi.mean(dim=(0, 1)) for pi in pi_BTR]
+        else:
+            # Not chosen by index: how many there are is unknown while being compiled.
+            share_BT = valid / valid.sum()
+            layers = [torch.einsum("bt,btr->r", share_BT, pi) for pi in pi_BTR]
+        means.append(torch.stack(layers))
     # The cost is linear in the probabilities: that of their means is the mean of all.
     return normalized_reach_cost(means[0], means[1], config)
 
