@@ -5,6 +5,9 @@ model = AutoModelForCausalLM.from_pretrained(folder)
 model.set_routing("sparse")
 """
 
+from contextlib import suppress
+from importlib import import_module
+
 try:
     from transformers import (
         AutoConfig,
@@ -51,12 +54,8 @@ for auto_class, model_class in (
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault(
     MosarDecoderConfig.model_type, MosarForCausalLM.__name__
 )
-try:
-    # Our projections have the names of Gemma 2's, and so the same are chosen where none are named.
-    from peft.utils import constants
-except ImportError:
-    pass
-else:
-    for name, targets in vars(constants).items():
+# Our projections have the names of Gemma 2's, and so PEFT adapts the same where none are named.
+with suppress(ImportError):
+    for name, targets in vars(import_module("peft.utils.constants")).items():
         if name.startswith("TRANSFORMERS_MODELS_TO_") and "gemma2" in targets:
             targets.setdefault(MosarDecoderConfig.model_type, targets["gemma2"])

@@ -105,7 +105,7 @@ class MosarPreTrainedModel(PreTrainedModel):
 
     def post_init(self) -> None:
         # A model and its base have one configuration.
-        self.base_model.config = self.config
+        cast(Any, self.base_model).config = self.config
         super().post_init()
 
     def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
