@@ -27,6 +27,9 @@ HEAVY = ("transformers", "matplotlib", "triton", "typer", "rich")
 MAY_IMPORT = {
     "core": {"torch", "mosar.core"},
     "kernels": {"torch", "triton", "mosar.core", "mosar.kernels"},
+    "geometries": {
+        *("torch", "mosar.attention", "mosar.core", "mosar.geometries", "mosar.kernels"),
+    },
     "report": {
         *("torch", "matplotlib", "rich", "mosar.core", "mosar.files", "mosar.records"),
         "mosar.report",

@@ -7,11 +7,10 @@ import pytest
 from typer.testing import CliRunner
 
 from mosar.cli import app
-from mosar.distributed.tensor import _SPLIT
-from mosar.geometries import GEOMETRIES
+from mosar.geometries import VARIANTS
 from mosar.training.config import DistributedConfig, RunConfig, TrainConfig, changed_config
 from mosar.training.errors import TrainingError
-from mosar.training.mesh import SPLIT_GEOMETRIES, Mesh, check_mesh
+from mosar.training.mesh import Mesh, check_mesh
 from mosar.training.share import Share
 from mosar.training.team import open_team
 
@@ -87,9 +86,9 @@ def test_wrong_values(smoke, change):
         smoke("mosar", change)
 
 
-def test_every_geometry_can_be_divided():
-    assert set(SPLIT_GEOMETRIES) == set(GEOMETRIES)
-    assert {GEOMETRIES[name] for name in SPLIT_GEOMETRIES} == set(_SPLIT)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variant_can_be_divided(smoke, variant):
+    assert check_mesh(smoke(variant, "distributed.tensor=2"), 2) == Mesh(1, 1, 2)
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 3, 6])

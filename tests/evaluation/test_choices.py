@@ -3,6 +3,7 @@
 import pytest
 
 from mosar.evaluation.choices import check_routings, parse_lengths
+from mosar.geometries import VARIANTS, HeadShape
 
 
 @pytest.mark.parametrize(
@@ -26,18 +27,23 @@ def test_a_wrong_length_says_what_is_right(length):
         parse_lengths(["1x", length], 64)
 
 
+def checked(routings, variant):
+    return check_routings(routings, VARIANTS[variant].build(HeadShape(4, 2, 8, 64)), variant)
+
+
 def test_routings():
-    assert check_routings(None, True, "mosar") == ("soft", "top1", "sparse")
-    assert check_routings(None, False, "rope") == ("native",)
-    assert check_routings(["sparse", "soft", "sparse"], True, "mosar") == ("soft", "sparse")
+    assert checked(None, "mosar") == ("soft", "top1", "sparse")
+    assert checked(None, "rope") == checked(None, "fixed-s") == ("native",)
+    assert checked(["sparse", "soft", "sparse"], "mosar") == ("soft", "sparse")
+    assert checked(["sparse"], "fixed-s") == ("sparse",)
     with pytest.raises(ValueError, match=r"one of soft, top1, sparse; got 'hard'"):
-        check_routings(["soft", "hard"], True, "mosar")
+        checked(["soft", "hard"], "mosar")
     with pytest.raises(ValueError, match=r"one of native, since rope has no routers; got 'soft'"):
-        check_routings(["soft"], False, "rope")
+        checked(["soft"], "rope")
 
 
 def test_nothing_asked():
     with pytest.raises(ValueError, match="lengths must name at least one"):
         parse_lengths([], 64)
     with pytest.raises(ValueError, match="routings must name at least one"):
-        check_routings([], True, "mosar")
+        checked([], "mosar")

@@ -73,7 +73,7 @@ def test_in_float32_the_kernels_give_the_same_mass(scattered):
     """What evaluation runs against the definition: float32 kernels, float64 probabilities."""
     made = scattered()
     seen = []
-    geometry = made.geometries[1]
+    geometry = made.decoder.geometries[1]
     attend = geometry.attend
 
     def spy(q, k, v, **options):
@@ -98,10 +98,10 @@ def test_watching_changes_nothing_and_ends(scattered):
     tokens = torch.randint(257, (2, 90), generator=torch.Generator().manual_seed(2))
     before = made.decoder(tokens, routing="top1").hidden
     tallies = [MassTally(), MassTally()]
-    with watching(made.geometries, tallies):
+    with watching(made.decoder.geometries, tallies):
         during = made.decoder(tokens, routing="top1").hidden
     assert torch.equal(before, during)
-    assert all("attend" not in vars(geometry) for geometry in made.geometries)
+    assert all("attend" not in vars(geometry) for geometry in made.decoder.geometries)
     summaries = [tally.summary() for tally in tallies]
     made.decoder(tokens, routing="top1")
     assert [tally.summary() for tally in tallies] == summaries
@@ -110,9 +110,12 @@ def test_watching_changes_nothing_and_ends(scattered):
 
 def test_watching_ends_after_an_error(scattered):
     made = scattered()
-    with pytest.raises(RuntimeError, match="no"), watching(made.geometries, [MassTally()] * 2):
+    with (
+        pytest.raises(RuntimeError, match="no"),
+        watching(made.decoder.geometries, [MassTally()] * 2),
+    ):
         raise RuntimeError("no")
-    assert all("attend" not in vars(geometry) for geometry in made.geometries)
+    assert all("attend" not in vars(geometry) for geometry in made.decoder.geometries)
 
 
 @given(

@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 
 from mosar import attention as attention_module
-from mosar import geometries
 from mosar.evaluation import perplexity, text
 from mosar.evaluation.errors import EvaluationError
 from mosar.evaluation.perplexity import evaluate_length
 from mosar.evaluation.text import EvaluationText
+from mosar.geometries import mosar as mosar_geometry
 
 ROUTINGS = ("soft", "top1", "sparse")
 
@@ -31,7 +31,7 @@ def exact_loss(subject, length, routing, monkeypatch, tokens=512):
     losses = []
     with monkeypatch.context() as patch:
         reference = functools.partial(attention_module.mosar_attention, impl="reference")
-        patch.setattr(geometries, "mosar_attention", reference)
+        patch.setattr(mosar_geometry, "mosar_attention", reference)
         for tokens_BT, segments in source.batches(length):
             output = subject.decoder(tokens_BT[:, :-1], segment_ids=segments, routing=routing)
             assert output.hidden.dtype == torch.float64
@@ -142,10 +142,11 @@ def test_variants_that_evaluate_every_pair(subject, variant):
 
 
 @pytest.mark.parametrize("isolated", [False, True])
-def test_the_window_of_the_mask_is_counted(subject, isolated):
+@pytest.mark.parametrize(("variant", "routing"), [("rope-m-mask", "native"), ("fixed-m", "sparse")])
+def test_the_pairs_of_a_window_are_counted(subject, variant, routing, isolated):
     changes = ("data.isolate_documents=true",) if isolated else ()
-    made = subject("rope-m-mask", *changes)
-    (record,) = measure(made, 128, ("native",), lengths=(128,))
+    made = subject(variant, *changes)
+    (record,) = measure(made, 128, (routing,), lengths=(128,))
     assert record.layer_density == [record.density] * 2
     distances = torch.arange(128)[:, None] - torch.arange(128)
     inside = causal = 0

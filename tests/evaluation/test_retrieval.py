@@ -13,7 +13,6 @@ from mosar.evaluation.retrieval import (
     by_distance,
     distance_bounds,
     evaluate_retrieval,
-    marked_reaches,
 )
 from mosar.evaluation.subject import Subject
 from mosar.records import Cell, RetrievalRecord, read_records
@@ -163,7 +162,7 @@ def test_accuracy_is_that_of_the_decoder(task_run):
     ],
 )
 def test_marks_are_the_regimes_that_a_variant_has(task_run, variant, reaches):
-    assert marked_reaches(Subject.open(task_run("passkey", variant))) == reaches
+    assert Subject.open(task_run("passkey", variant)).geometry.reaches() == reaches
 
 
 def test_wrong_arguments(task_run):

@@ -109,5 +109,5 @@ def test_a_tensor_rank_computes_what_it_holds():
 def test_routing_groups_are_divided_whole():
     config = small_config("mosar", "smoke", "attention.routing_groups=2")
     parts = parameter_parts(config)
-    assert {part.split for part in parts if part.place == "routers"} == {"heads", "keys"}
+    assert {part.split for part in parts if part.place == "geometry"} == {"heads", "keys"}
     assert router_flops(config, Mesh(tensor=2)) == router_flops(config) / 2

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Shard
 from mosar.core.outputs import RouterOutput
 from mosar.core.routers import PostPositionRouter, router_decision, router_projection
 from mosar.distributed.operators import add, common, copy
-from mosar.geometries import Alibi, Attended, Fixed, Geometry, LayerRouting, MoSAR, Rope, RopeMask
+from mosar.geometries import Attended, Geometry, LayerRouting, MoSAR
 from mosar.model.decoder import Attention, Decoder, FeedForward
 
 
@@ -155,26 +155,6 @@ class _SplitHeads(Geometry):
         return super().attend(q, *self.heads.own_keys(k, v), **options)
 
 
-class _SplitRope(_SplitHeads, Rope):
-    pass
-
-
-class _SplitFixed(_SplitHeads, Fixed):
-    pass
-
-
-class _SplitRopeMask(_SplitHeads, RopeMask):
-    pass
-
-
-class _SplitAlibi(_SplitHeads, Alibi):
-    def slopes(self) -> list[float]:
-        """Those of this process's heads."""
-        ranks, slopes = self.heads.ranks, super().slopes()
-        count = len(slopes) // ranks.size
-        return slopes[ranks.rank * count : (ranks.rank + 1) * count]
-
-
 class _SplitMoSAR(MoSAR):
     heads: HeadSplit
     keeps_groups: bool
@@ -208,27 +188,27 @@ def _decide(router: PostPositionRouter, hidden_BGTH: Tensor) -> RouterOutput:
     return router_decision(hidden_BGTH, bias1, weight2, bias2, router.config.temperature)
 
 
-_SPLIT: dict[type[Geometry], type[Any]] = {
-    Rope: _SplitRope,
-    Alibi: _SplitAlibi,
-    Fixed: _SplitFixed,
-    RopeMask: _SplitRopeMask,
-    MoSAR: _SplitMoSAR,
-}
-
-
 def _split_geometry(geometry: Geometry, heads: HeadSplit) -> Geometry:
-    split = _SPLIT[type(geometry)](geometry.attention, geometry.shape)
+    kind, ranks = type(geometry), heads.ranks
+    if not isinstance(geometry, MoSAR):
+        # Heads that attend on their own need nothing but their own keys.
+        split = type(f"Split{kind.__name__}", (_SplitHeads, kind), {})(
+            geometry.attention, geometry.shape
+        )
+        own = geometry.shape.num_heads // ranks.size
+        split.own_heads = slice(ranks.rank * own, (ranks.rank + 1) * own)
+        split.heads = heads
+        return split
+    split = _SplitMoSAR(geometry.attention, geometry.shape)
     split.heads = heads
-    if isinstance(split, _SplitMoSAR):
-        groups, ranks = split.config.routing_groups, heads.ranks
-        split.keeps_groups = groups > 1
-        for router in (split.query_router, split.key_router):
-            if split.keeps_groups:
-                for name in ("weight1", "bias1", "weight2", "bias2"):
-                    setattr(router, name, _divided(getattr(router, name), 0, ranks))
-            elif router is split.query_router or not heads.copies_keys:
-                router.weight1 = _divided(router.weight1, 2, ranks)
+    groups = split.config.routing_groups
+    split.keeps_groups = groups > 1
+    for router in (split.query_router, split.key_router):
         if split.keeps_groups:
-            split.config = replace(split.config, routing_groups=groups // ranks.size)
+            for name in ("weight1", "bias1", "weight2", "bias2"):
+                setattr(router, name, _divided(getattr(router, name), 0, ranks))
+        elif router is split.query_router or not heads.copies_keys:
+            router.weight1 = _divided(router.weight1, 2, ranks)
+    if split.keeps_groups:
+        split.config = replace(split.config, routing_groups=groups // ranks.size)
     return split

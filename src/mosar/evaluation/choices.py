@@ -5,9 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from mosar.attention import ROUTINGS
-
-NATIVE = "native"
+from mosar.geometries import Geometry
 
 
 def parse_lengths(lengths: Iterable[str | int], train_length: int) -> tuple[int, ...]:
@@ -27,10 +25,16 @@ def _length(length: str | int, train_length: int) -> int:
     return int(tokens)
 
 
-def check_routings(routings: Iterable[str] | None, routed: bool, variant: str) -> tuple[str, ...]:
-    """The routings asked for, each once, in the order of `ROUTINGS`; None: all there are."""
-    known = ROUTINGS if routed else (NATIVE,)
-    asked = known if routings is None else tuple(routings) or _none("routings")
+def check_routings(
+    routings: Iterable[str] | None, geometry: Geometry, variant: str
+) -> tuple[str, ...]:
+    """The routings asked for, each once, in the geometry's order.
+
+    None: all that routers allow; without routers the one that the model was trained with.
+    """
+    known, routed = geometry.routings, geometry.routed
+    usual = known if routed else known[:1]
+    asked = usual if routings is None else tuple(routings) or _none("routings")
     unknown = [routing for routing in asked if routing not in known]
     if unknown:
         why = "" if routed else f", since {variant} has no routers"

@@ -8,7 +8,6 @@ from typing import cast
 
 from rich.console import Console
 
-from mosar.evaluation.choices import NATIVE
 from mosar.evaluation.evaluate import evaluate
 from mosar.evaluation.store import EVALUATIONS
 from mosar.evaluation.subject import Subject
@@ -113,7 +112,7 @@ def _on_the_same_text(
     found = evaluate(
         other.run,
         lengths=sorted({record.length for record in records}),
-        routings=["soft" if other.routed else NATIVE],
+        routings=other.geometry.routings[:1],
         step=step,
         data=data,
         tokens=records[0].tokens,

@@ -50,7 +50,7 @@ def evaluate(
     subject = Subject.open(run, step)
     sizes = parse_lengths(lengths, subject.train_length)
     cell = subject.cell if cell is None else cell
-    chosen = check_routings(routings, subject.routed, cell.variant)
+    chosen = check_routings(routings, subject.geometry, cell.variant)
     inputs: dict[str, Any] = {"checkpoint": subject.checksum}
     if subject.config.data.task == "text":
         source = EvaluationText(subject, sizes, data=_path(data), tokens=tokens)

@@ -17,15 +17,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from mosar.attention import Routing
-from mosar.evaluation.choices import NATIVE
 from mosar.evaluation.discarded_mass import MassTally, watching
 from mosar.evaluation.errors import EvaluationError
 from mosar.evaluation.losses import LossTally, token_losses
-from mosar.evaluation.routing import RoutingTally, count_window_pairs
+from mosar.evaluation.routing import RoutingTally
 from mosar.evaluation.subject import Subject
 from mosar.evaluation.text import EvaluationText
-from mosar.geometries import LayerRouting, MoSAR, RopeMask
+from mosar.geometries import LayerRouting, MoSAR, operator_routing
 from mosar.records import Cell, EvaluationRecord
 
 HARD = ("top1", "sparse")
@@ -37,15 +35,24 @@ class _Tally:
 
     loss: LossTally
     routing: RoutingTally | None
+    pairs: PairTally
     seconds: float = 0.0
 
 
-@dataclass
-class _Pairs:
-    """Pairs that a geometry without routers evaluates, where it is not all of them."""
+class PairTally:
+    """Pairs of the support and causal pairs, layer by layer; empty where all pairs are read."""
 
-    inside: int = 0
-    causal: int = 0
+    def __init__(self):
+        self._counts: dict[int, tuple[int, int]] = {}
+
+    def add(self, layer: int, counted: tuple[int, int] | None) -> None:
+        if counted is not None:
+            inside, causal = self._counts.get(layer, (0, 0))
+            self._counts[layer] = inside + counted[0], causal + counted[1]
+
+    @property
+    def layer_density(self) -> list[float]:
+        return [inside / causal for _, (inside, causal) in sorted(self._counts.items())]
 
 
 @torch.no_grad()
@@ -61,8 +68,9 @@ def evaluate_length(
 ) -> list[EvaluationRecord]:
     """One record a routing; `advance` is called after each batch."""
     tallies = {routing: _tally(subject, length) for routing in routings}
-    masses = [MassTally() for _ in subject.geometries] if set(HARD) & set(routings) else []
-    pairs = _Pairs()
+    geometries = subject.decoder.geometries
+    weighs = subject.geometry.routed and set(HARD) & set(routings)
+    masses = [MassTally() for _ in geometries] if weighs else []
     for number, (tokens, segments) in enumerate(text.batches(length)):
         if number == 0:
             for routing in routings:
@@ -76,18 +84,24 @@ def evaluate_length(
             tally.seconds += time.perf_counter() - start
             tally.loss.add(losses_BT)
             if tally.routing is not None:
-                tally.routing.add(routed, segments)
+                tally.routing.add(routed)
+            for layer, geometry in enumerate(geometries):
+                counted = geometry.count_pairs(
+                    (len(tokens), length),
+                    routing=routing,
+                    labels=routed[layer].labels if routed else None,
+                    segment_ids=segments,
+                )
+                tally.pairs.add(layer, counted)
         if masses:
-            with watching(cast(list[MoSAR], subject.geometries), masses):
+            with watching(cast(list[MoSAR], geometries), masses):
                 subject.decoder(tokens[:, :-1], segment_ids=segments, routing="top1")
-        _count(subject, pairs, length, segments, len(tokens))
         advance()
     return [
         _record(
             subject,
             routing,
             tallies[routing],
-            pairs,
             cell=cell,
             length=length,
             inputs=inputs,
@@ -99,39 +113,27 @@ def evaluate_length(
 
 def _tally(subject: Subject, length: int) -> _Tally:
     routing = None
-    if subject.routed:
-        routing = RoutingTally(subject.geometry, len(subject.geometries), length)
-    return _Tally(LossTally(length, subject.train_length), routing)
+    if isinstance(subject.geometry, MoSAR):
+        routing = RoutingTally(subject.geometry.config, len(subject.decoder.layers), length)
+    return _Tally(LossTally(length, subject.train_length), routing, PairTally())
 
 
 def _losses(
     subject: Subject, tokens: Tensor, segments: Tensor | None, routing: str
 ) -> tuple[Tensor, list[LayerRouting]]:
-    chosen = cast(Routing, "soft" if routing == NATIVE else routing)
-    output = subject.decoder(tokens[:, :-1], segment_ids=segments, routing=chosen)
+    output = subject.decoder(
+        tokens[:, :-1], segment_ids=segments, routing=operator_routing(routing)
+    )
     losses_BT = token_losses(subject.decoder, output.hidden, tokens[:, 1:])
     if losses_BT.device.type != "cpu":
         torch.accelerator.synchronize()
     return losses_BT, output.routings
 
 
-def _count(
-    subject: Subject, pairs: _Pairs, length: int, segments: Tensor | None, windows: int
-) -> None:
-    geometry = subject.geometries[0]
-    if isinstance(geometry, RopeMask):
-        inside, causal = count_window_pairs(subject.geometry, geometry.window, length, segments)
-        # Without documents every window is alike.
-        times = windows if segments is None else 1
-        pairs.inside += times * inside
-        pairs.causal += times * causal
-
-
 def _record(
     subject: Subject,
     routing: str,
     tally: _Tally,
-    pairs: _Pairs,
     *,
     cell: Cell,
     length: int,
@@ -143,9 +145,7 @@ def _record(
         raise EvaluationError(
             f"the loss of {subject.run} is {loss.mean} at length {length} with routing {routing}"
         )
-    layer_density = [pairs.inside / pairs.causal] * len(subject.geometries) if pairs.causal else []
-    if routed is not None:
-        layer_density = routed.layer_density
+    layer_density = tally.pairs.layer_density
     return EvaluationRecord(
         cell=cell,
         step=subject.step,
@@ -165,7 +165,7 @@ def _record(
         discarded_mass=[mass.summary() for mass in masses],
         shares_soft={} if routed is None else routed.shares(top1=False),
         shares_top1={} if routed is None else routed.shares(top1=True),
-        regimes=[] if routed is None else [regime.name for regime in subject.geometry.regimes],
+        regimes=[] if routed is None else list(subject.geometry.reaches()),
         example_labels={} if routed is None else routed.example_labels,
         inputs=inputs,
     )

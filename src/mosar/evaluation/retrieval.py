@@ -11,17 +11,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mosar.attention import Routing
 from mosar.data.tasks import TASKS, Task, TaskWindows, make_windows
-from mosar.evaluation.choices import NATIVE
 from mosar.evaluation.subject import Subject
 from mosar.evaluation.text import PASS_TOKENS, default_tokens
-from mosar.geometries import Fixed, RopeMask
+from mosar.geometries import operator_routing
 from mosar.records import Cell, RetrievalRecord
 
 
@@ -84,7 +82,7 @@ def evaluate_retrieval(
             right[routing].append(answer(subject, windows, routing).flatten())
         distances.append(windows.distances.flatten())
         advance()
-    reaches = marked_reaches(subject)
+    reaches = subject.geometry.reaches()
     bounds = distance_bounds(length, reaches.values())
     task = questions.task
     records = []
@@ -111,23 +109,12 @@ def evaluate_retrieval(
 
 def answer(subject: Subject, windows: TaskWindows, routing: str) -> Tensor:
     """Which answers are right, [B, A] bool."""
-    chosen = cast(Routing, "soft" if routing == NATIVE else routing)
-    hidden_BTC = subject.decoder(windows.tokens[:, :-1].to(subject.device), routing=chosen).hidden
+    tokens = windows.tokens[:, :-1].to(subject.device)
+    hidden_BTC = subject.decoder(tokens, routing=operator_routing(routing)).hidden
     rows = torch.arange(len(windows.tokens))[:, None, None]
     asked_BAKC = hidden_BTC[rows, windows.answers]
     said_BAK = subject.decoder.logits(asked_BAKC).argmax(dim=-1).cpu()
     return (said_BAK == windows.tokens[rows, windows.answers + 1]).all(dim=-1)
-
-
-def marked_reaches(subject: Subject) -> dict[str, float]:
-    """Regime -> reach, of the regimes that the geometry has."""
-    regimes = subject.geometry.regimes
-    geometry = subject.geometries[0]
-    if isinstance(geometry, Fixed | RopeMask):
-        regimes = [regime for regime in regimes if regime.name == geometry.attention.regime]
-    elif not subject.routed:
-        regimes = []
-    return {regime.name: regime.reach for regime in regimes}
 
 
 def distance_bounds(length: int, reaches: Any = ()) -> list[int]:

@@ -1,7 +1,6 @@
-"""What the routers of a pass chose: shares, reach, and the exact density of the support.
+"""What the routers of a pass chose: shares of the regimes, and reach.
 
     reach     ½ (mean pi_Q·c + mean pi_K·c),  c_m = min(delta_m / n, 1),  c_G = 1
-    density   |Omega| / |causal|, counted from the labels
 
 Shapes: B windows, T tokens, L layers, R regimes.
 """
@@ -12,10 +11,8 @@ from collections.abc import Sequence
 from string import ascii_uppercase, digits
 
 import torch
-from torch import Tensor
 
 from mosar.core.config import MoSARConfig
-from mosar.core.hard_domain import build_hard_domain
 from mosar.core.losses import normalized_reach_cost
 from mosar.geometries import LayerRouting
 
@@ -32,10 +29,9 @@ class RoutingTally:
         self._soft = torch.zeros(2, num_layers, config.num_regimes, dtype=torch.float64)
         self._top1 = torch.zeros_like(self._soft)
         self._tokens = 0
-        self._pairs = torch.zeros(num_layers, 2, dtype=torch.int64)
         self.example_labels: dict[str, list[str]] = {}
 
-    def add(self, routings: Sequence[LayerRouting], segment_ids: Tensor | None) -> None:
+    def add(self, routings: Sequence[LayerRouting]) -> None:
         if not self.example_labels:
             self._keep_example(routings)
         self._tokens += routings[0].query.probabilities[..., 0].numel()
@@ -45,14 +41,6 @@ class RoutingTally:
                 rows = router.probabilities.flatten(0, -2)
                 self._soft[role, layer] += rows.sum(dim=0, dtype=torch.float64).cpu()
                 self._top1[role, layer] += torch.bincount(labels, minlength=size).cpu()
-            domain = build_hard_domain(
-                routing.query.labels,
-                routing.key.labels,
-                self.config,
-                segment_ids=segment_ids,
-                materialize=False,
-            )
-            self._pairs[layer] += torch.tensor([domain.count, domain.causal_count])
 
     def _keep_example(self, routings: Sequence[LayerRouting]) -> None:
         letters = regime_letters([regime.name for regime in self.config.regimes])
@@ -61,10 +49,6 @@ class RoutingTally:
             # Of more than one routing group the first.
             labels = [r.labels.flatten(0, -2)[0, :kept].tolist() for r in routers]
             self.example_labels[role] = ["".join(letters[m] for m in layer) for layer in labels]
-
-    @property
-    def layer_density(self) -> list[float]:
-        return [pairs / causal for pairs, causal in self._pairs.tolist()]
 
     def shares(self, *, top1: bool) -> dict[str, list[list[float]]]:
         """ "query" and "key": [L][R]."""
@@ -75,22 +59,6 @@ class RoutingTally:
         # Linear in the probabilities: that of their means is the mean of all.
         shares = (self._top1 if top1 else self._soft) / self._tokens
         return float(normalized_reach_cost(shares[0], shares[1], self.config, self.length))
-
-
-def count_window_pairs(
-    config: MoSARConfig, window: float, length: int, segment_ids: Tensor | None
-) -> tuple[int, int]:
-    """Pairs no farther than `window` and causal pairs, over the rows of segment_ids or one row."""
-    rows = 1 if segment_ids is None else len(segment_ids)
-    device = None if segment_ids is None else segment_ids.device
-    labels = torch.zeros(rows, length, dtype=torch.int64, device=device)
-    inside, causal = (
-        build_hard_domain(
-            labels, labels, config, window=limit, segment_ids=segment_ids, materialize=False
-        ).causal_count
-        for limit in (window, None)
-    )
-    return inside, causal
 
 
 def regime_letters(names: Sequence[str]) -> list[str]:

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import torch
 
-from mosar.core.config import MoSARConfig
 from mosar.data.errors import DataError
 from mosar.data.manifest import Manifest
 from mosar.data.tokenizer import Tokenizer, load_tokenizer
 from mosar.evaluation.errors import EvaluationError
-from mosar.geometries import Geometry, MoSAR
+from mosar.geometries import Geometry
 from mosar.model.decoder import Decoder
 from mosar.records import Cell
 from mosar.training.batches import data_fingerprint
@@ -102,18 +101,9 @@ class Subject:
         return self.config.model.max_length
 
     @property
-    def geometry(self) -> MoSARConfig:
-        return self.config.attention.mosar_config(self.train_length)
-
-    @property
-    def geometries(self) -> list[Geometry]:
-        """One a layer."""
-        return [layer.attention.geometry for layer in self.decoder.layers]  # pyright: ignore
-
-    @property
-    def routed(self) -> bool:
-        """Whether it has routers, and so a choice of routings."""
-        return all(isinstance(geometry, MoSAR) for geometry in self.geometries)
+    def geometry(self) -> Geometry:
+        """That of the first layer; the facts of all layers are the same."""
+        return self.decoder.geometries[0]
 
     @property
     def device(self) -> torch.device:

@@ -17,7 +17,7 @@ from mosar.evaluation.choices import parse_lengths
 from mosar.evaluation.errors import EvaluationError
 from mosar.evaluation.retrieval import check_questions
 from mosar.evaluation.text import check_blocks, default_tokens
-from mosar.geometries import GEOMETRIES, VARIANTS, Fixed, MoSAR, Rope, RopeMask
+from mosar.geometries import VARIANTS
 from mosar.records import Cell
 from mosar.training.batches import data_fingerprint
 from mosar.training.config import (
@@ -29,22 +29,6 @@ from mosar.training.config import (
 )
 
 LENGTHS = ("1x", "2x", "4x")
-# Keys of `attention.` that only some geometries read; a key that is not here is read by all.
-_REGIME_READERS, _GATE_READERS = (MoSAR, Fixed, RopeMask), (MoSAR, Fixed)
-_READERS: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("attention.rope_theta", "attention.rope_fraction"), (Rope,)),
-    "attention.regimes": _REGIME_READERS,
-    "attention.regime": (Fixed, RopeMask),
-    **dict.fromkeys(("attention.barrier", "attention.exponent"), _GATE_READERS),
-    **dict.fromkeys(
-        (
-            *("attention.router_hidden", "attention.temperature", "attention.epsilon"),
-            *("attention.composition", "attention.routing_groups", "attention.num_sinks"),
-            *("attention.cost_weight", "attention.cost_warmup"),
-        ),
-        (MoSAR,),
-    ),
-}
 # Keys that the experiment sets itself, and by which option.
 _TAKEN = {"train.seed": "--seeds", "data.seed": "--seeds", "data.folder": "--data"}
 
@@ -71,8 +55,9 @@ class Axis:
         return cls(key=key.strip(), values=parts)
 
     def is_read_by(self, variant: str) -> bool:
-        readers = _READERS.get(self.key)
-        return readers is None or issubclass(GEOMETRIES[VARIANTS[variant].geometry], readers)
+        section, _, name = self.key.partition(".")
+        read = VARIANTS[variant].geometry_class.settings | {"geometry"}
+        return section != "attention" or name in read
 
 
 def _split(text: str) -> list[str]:

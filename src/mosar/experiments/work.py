@@ -14,7 +14,6 @@ import torch
 from mosar.data.stream import TokenStream
 from mosar.evaluation.choices import parse_lengths
 from mosar.experiments.settings import ExperimentSettings
-from mosar.geometries import GEOMETRIES, MoSAR
 from mosar.model.decoder import Decoder
 from mosar.records import Cell
 from mosar.training.batches import open_batches
@@ -44,7 +43,7 @@ def evaluation_work(settings: ExperimentSettings, config: RunConfig) -> int:
     if config.data.task == "text":
         # Two splits are small enough to look at; the validation one bounds the text.
         tokens = min(tokens, TokenStream(config.data.folder, "valid", verify=False).num_tokens)
-    routed = issubclass(GEOMETRIES[config.attention.geometry], MoSAR)
+    routed = config.attention.geometry_class.routed
     # Attention grows with the length; at these sizes the rest of the model outweighs it.
     return len(sizes) * tokens * (4 if routed else 1)
 

@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from torch import Tensor
 
-from mosar.attention import ROUTINGS, Routing
 from mosar.data.errors import DataError
 from mosar.data.manifest import TOKENIZER
 from mosar.data.tokenizer import read_tokenizer
-from mosar.evaluation.choices import NATIVE, check_routings
+from mosar.evaluation.choices import check_routings
 from mosar.evaluation.errors import EvaluationError
 from mosar.evaluation.subject import Subject
 from mosar.files import parse_json
-from mosar.geometries import GEOMETRIES, MoSAR
+from mosar.geometries import Geometry, operator_routing
 from mosar.model.decoder import Decoder
 from mosar.model.generation import DecoderReader
 
@@ -154,14 +153,13 @@ def _end_of_text(folder: Path) -> str | None:
 
 
 def _source(decoder: Decoder, tokenizer: Any, routing: str | None, variant: str) -> Source:
-    routed = issubclass(GEOMETRIES[decoder.attention_config.geometry], MoSAR)
-    chosen = choose_routing(routing, routed, variant)
-    reader = DecoderReader(decoder, cast(Routing, "soft" if chosen == NATIVE else chosen))
+    chosen = choose_routing(routing, decoder.geometries[0], variant)
+    reader = DecoderReader(decoder, operator_routing(chosen))
     return Source(reader, tokenizer.encode, tokenizer.decode, tokenizer.end_of_text, chosen)
 
 
-def choose_routing(routing: str | None, routed: bool, variant: str) -> str:
-    """The routing asked for, by default sparse; a ValueError names the choices."""
-    default = ROUTINGS[-1] if routed else NATIVE
-    (chosen,) = check_routings([default if routing is None else routing], routed, variant)
+def choose_routing(routing: str | None, geometry: Geometry, variant: str) -> str:
+    """The routing asked for, by default sparse where there are routers; or a ValueError."""
+    default = geometry.routings[-1 if geometry.routed else 0]
+    (chosen,) = check_routings([default if routing is None else routing], geometry, variant)
     return chosen

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from numbers import Integral, Real
 
+from mosar.geometries import HeadShape
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -57,6 +59,11 @@ class ModelConfig:
                 f"num_heads must be a multiple of num_kv_heads={self.num_kv_heads}, "
                 f"got {self.num_heads}"
             )
+
+    @property
+    def head_shape(self) -> HeadShape:
+        """What a geometry must know of the model."""
+        return HeadShape(self.num_heads, self.num_kv_heads, self.head_dim, self.max_length)
 
     def _check_number(self, name: str, rule: str) -> None:
         value = getattr(self, name)

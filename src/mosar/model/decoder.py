@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mosar.attention import ROUTINGS, Routing
 from mosar.core.layout import can_check_values
-from mosar.geometries import GEOMETRIES, AttentionConfig, HeadShape, LayerRouting, MoSAR
+from mosar.geometries import AttentionConfig, Geometry, LayerRouting
 from mosar.kernels.elementwise import geglu
 from mosar.model.config import ModelConfig
 from mosar.model.dense_cache import DenseCache
@@ -104,6 +104,11 @@ class Decoder(nn.Module):
         Geometries without regimes keep every key, and take neither.
         """
         return new_cache(self.model_config, self.attention_config, routing, **options)
+
+    @property
+    def geometries(self) -> list[Geometry]:
+        """One per layer."""
+        return [cast(Any, layer).attention.geometry for layer in self.layers]
 
     def check_cache(self, cache: RegimeCache | DenseCache) -> None:
         """A ValueError for a cache of another model, and for one that is out of step."""
@@ -193,8 +198,7 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(model.hidden_size, key_size, bias=False)
         self.v_proj = nn.Linear(model.hidden_size, key_size, bias=False)
         self.o_proj = nn.Linear(query_size, model.hidden_size, bias=False)
-        shape = HeadShape(model.num_heads, model.num_kv_heads, model.head_dim, model.max_length)
-        self.geometry = GEOMETRIES[attention.geometry](attention, shape)
+        self.geometry = attention.geometry_class(attention, model.head_shape)
 
     def forward(
         self, x: Tensor, routing: Routing, placement: Placement, cache: Any = None
@@ -233,7 +237,7 @@ def new_cache(
     model: ModelConfig, attention: AttentionConfig, routing: Routing = "sparse", **options: Any
 ) -> RegimeCache | DenseCache:
     """See `Decoder.new_cache`."""
-    if is_routed(attention):
+    if attention.geometry_class.routed:
         unknown = sorted(options.keys() - CACHE_OPTIONS)
         if unknown:
             raise ValueError(
@@ -250,7 +254,7 @@ def check_cache(
     cache: RegimeCache | DenseCache, attention: AttentionConfig, num_layers: int
 ) -> None:
     """See `Decoder.check_cache`."""
-    kind = RegimeCache if is_routed(attention) else DenseCache
+    kind = RegimeCache if attention.geometry_class.routed else DenseCache
     if not isinstance(cache, kind) or len(cache) != num_layers:
         raise ValueError(
             f"cache must be a {kind.__name__} of {num_layers} layers, as new_cache makes "
@@ -262,11 +266,6 @@ def check_cache(
             "the layers of the cache have been given different tokens (was a forward pass "
             "interrupted?); reset() it"
         )
-
-
-def is_routed(attention: AttentionConfig) -> bool:
-    """Whether the geometry has routers."""
-    return issubclass(GEOMETRIES[attention.geometry], MoSAR)
 
 
 def capped_logits(project: Callable[[Tensor], Tensor], hidden: Tensor, cap: float | None) -> Tensor:

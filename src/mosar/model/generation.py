@@ -12,14 +12,13 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from mosar.attention import Routing
-from mosar.core.hard_domain import build_hard_domain
-from mosar.geometries import LayerRouting, RopeMask
+from mosar.geometries import LayerRouting
 from mosar.model.decoder import Decoder
 from mosar.model.label_log import LabelLog
 
@@ -159,27 +158,15 @@ class DecoderReader:
 
         Under soft and top-1 routing, too, where every pair is evaluated nevertheless.
         """
-        config = self.decoder.attention_config.mosar_config(self.decoder.model_config.max_length)
-        if not self._labels:
-            return self._window_density(config)
-        counts = [
-            build_hard_domain(queries.labels, keys.labels, config, materialize=False).density
-            for queries, keys in self._labels
-        ]
-        return sum(counts) / len(counts)
-
-    def _window_density(self, config: Any) -> float:
-        """Without routers: that of a hard window, or 1."""
-        geometry = cast(Any, self.decoder.layers[0]).attention.geometry
-        window = geometry.window if isinstance(geometry, RopeMask) else None
-        if window is None or not self.num_tokens:
-            return 1.0
-        labels = torch.zeros(1, self.num_tokens, dtype=torch.int64)
-        inside, causal = (
-            build_hard_domain(labels, labels, config, window=limit, materialize=False).causal_count
-            for limit in (window, None)
-        )
-        return inside / causal
+        length, densities = self.num_tokens, []
+        for index, geometry in enumerate(self.decoder.geometries if length else ()):
+            labels = None
+            if self._labels:
+                queries, keys = self._labels[index]
+                labels = queries.labels, keys.labels
+            counted = geometry.count_pairs((1, length), routing=self.routing, labels=labels)
+            densities.append(counted[0] / counted[1] if counted else 1.0)
+        return sum(densities) / len(densities) if densities else 1.0
 
 
 def _is_number(value: object) -> bool:

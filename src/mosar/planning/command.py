@@ -12,7 +12,6 @@ from mosar.planning.density import (
     packaged_curves,
 )
 from mosar.planning.errors import PlanError
-from mosar.planning.parameters import is_routed
 from mosar.planning.plan import Plan, make_plan
 from mosar.training.config import RunConfig, resolve_config
 
@@ -63,7 +62,7 @@ def plan_command(
 
 def choose_curves(config: RunConfig, density: str | None) -> list[DensityCurve]:
     """The curves of a routed variant, the one that is asked for first; none for the others."""
-    if not is_routed(config.attention):
+    if not config.attention.geometry_class.routed:
         if density is not None:
             raise PlanError(f"--density is for routed variants, {config.variant} has no routers")
         return []

@@ -16,7 +16,7 @@ tensor   each layer sums the outputs of attention and feed-forward, and backward
 
 from __future__ import annotations
 
-from mosar.planning.parameters import is_routed, parameter_parts, tensor_part
+from mosar.planning.parameters import parameter_parts, tensor_part
 from mosar.training.config import RunConfig
 from mosar.training.mesh import Mesh
 
@@ -51,7 +51,7 @@ def tensor_bytes(config: RunConfig, mesh: Mesh, tokens: int) -> float:
     copies_keys = mesh.copies_keys(model.num_kv_heads)
     if copies_keys:
         layer += width * 2 * model.num_kv_heads * model.head_dim
-    if is_routed(config.attention) and config.attention.routing_groups == 1:
+    if config.attention.geometry_class.routed and config.attention.routing_groups == 1:
         mosar = config.attention.mosar_config(model.max_length)
         summed = 1 if copies_keys else 2
         layer += 4 * (forwards * summed * mosar.router_hidden + 2 * mosar.num_regimes)

@@ -27,7 +27,7 @@ def matrix_flops(config: RunConfig, mesh: Mesh = ALONE) -> float:
 
 def router_flops(config: RunConfig, mesh: Mesh = ALONE) -> float:
     """Both routers of every layer, forward; 0 without routers."""
-    return _forward(config, mesh, "routers")
+    return _forward(config, mesh, "geometry")
 
 
 def _forward(config: RunConfig, mesh: Mesh, place: str) -> float:
@@ -47,7 +47,7 @@ def causal_pairs(context: int) -> float:
 
 def training_flops(config: RunConfig, context: int, mesh: Mesh = ALONE) -> float:
     """Forward and backward of one token; soft routing evaluates every causal pair."""
-    layers = _forward(config, mesh, "layers") + _forward(config, mesh, "routers")
+    layers = _forward(config, mesh, "layers") + _forward(config, mesh, "geometry")
     pairs = attention_flops(config.model, causal_pairs(context), mesh)
     again = layers + pairs if config.train.checkpoint_activations else 0.0
     head = _forward(config, mesh, "root")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from mosar.planning.parameters import is_routed, parameter_parts, tensor_part
+from mosar.planning.parameters import parameter_parts, tensor_part
 from mosar.training.config import RunConfig
 from mosar.training.mesh import Mesh
 
@@ -49,7 +49,7 @@ def saved_by_layer(config: RunConfig, mesh: Mesh) -> list[Saved]:
         Saved("input of the down projection", ffn, 4, 2),
         Saved("GELU of the gate", ffn, 0, 2),
     ]
-    if is_routed(config.attention):
+    if config.attention.geometry_class.routed:
         mosar = config.attention.mosar_config(model.max_length)
         groups = _groups(config, mesh)
         saved += [

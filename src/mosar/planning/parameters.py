@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
-from mosar.geometries import GEOMETRIES, AttentionConfig, MoSAR
 from mosar.model.config import ModelConfig
 from mosar.training.config import RunConfig
 from mosar.training.mesh import Mesh
@@ -20,11 +19,7 @@ class Part(NamedTuple):
     """Those among them of matrices that every token is multiplied with."""
     split: Literal["whole", "heads", "keys"]
     """What tensor-parallel ranks hold: all of it, their part, or that of the key heads."""
-    place: Literal["root", "layers", "routers"] = "layers"
-
-
-def is_routed(attention: AttentionConfig) -> bool:
-    return issubclass(GEOMETRIES[attention.geometry], MoSAR)
+    place: Literal["root", "layers", "geometry"] = "layers"
 
 
 def parameter_parts(config: RunConfig) -> list[Part]:
@@ -41,28 +36,15 @@ def parameter_parts(config: RunConfig) -> list[Part]:
         Part("norms", layers * 4 * size, 0, "whole"),
         Part("final norm", size, 0, "whole", "root"),
     ]
-    if is_routed(config.attention):
-        parts += _router_parts(config, query, key)
-    return parts
+    geometry = config.attention.build(model.head_shape)
+    return parts + [
+        Part(part.name, layers * part.count, layers * part.weights, part.split, "geometry")
+        for part in geometry.parameter_parts()
+    ]
 
 
 def _matrix(name: str, count: int, split: Literal["heads", "keys"]) -> Part:
     return Part(name, count, count, split)
-
-
-def _router_parts(config: RunConfig, query: int, key: int) -> list[Part]:
-    layers, mosar = config.model.num_layers, config.attention.mosar_config(config.model.max_length)
-    hidden, groups = mosar.router_hidden, mosar.routing_groups
-    first_q, first_k = layers * hidden * query, layers * hidden * key
-    second = layers * 2 * groups * hidden * mosar.num_regimes
-    biases = layers * 2 * groups * (hidden + mosar.num_regimes)
-    # A routing group is one rank's, with all that routes it.
-    rest = "heads" if groups > 1 else "whole"
-    return [
-        Part("query routers' first layer", first_q, first_q, "heads", "routers"),
-        Part("key routers' first layer", first_k, first_k, "keys", "routers"),
-        Part("routers' second layer", second + biases, second, rest, "routers"),
-    ]
 
 
 def total(parts: Iterable[Part]) -> int:

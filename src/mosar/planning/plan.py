@@ -11,7 +11,6 @@ from mosar.planning.density import DensityCurve
 from mosar.planning.errors import PlanError
 from mosar.planning.lines import BASES, Basis, Line, say
 from mosar.planning.mesh import fitting_meshes
-from mosar.planning.parameters import is_routed
 from mosar.planning.sections import PEAK, Batch, Case, density, every_line
 from mosar.training.config import RunConfig
 from mosar.training.mesh import Mesh
@@ -158,7 +157,7 @@ def _cost(config: RunConfig, mesh: Mesh, context: int, curve: DensityCurve | Non
     rho, basis, _ = density(config, context, curve)
     dense = flops.attention_flops(model, flops.causal_pairs(context))
     rest = flops.matrix_flops(config) + flops.router_flops(config)
-    routed = is_routed(config.attention) and curve is not None
+    routed = config.attention.geometry_class.routed and curve is not None
     mosar = config.attention.mosar_config(model.max_length)
     dense_cache = memory.cache_bytes(config, mesh, context, by_regime=False)
     cache = dense_cache

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mosar.geometries import GEOMETRIES, Fixed, RopeMask
 from mosar.planning import communication, flops, memory
 from mosar.planning.density import DensityCurve, covered
 from mosar.planning.lines import Basis, Line
-from mosar.planning.parameters import is_routed, parameter_parts, tensor_part, total
+from mosar.planning.parameters import parameter_parts, tensor_part, total
 from mosar.training.config import RunConfig
 from mosar.training.mesh import Mesh
 
@@ -126,7 +125,7 @@ def _next_token(case: Case, section: str) -> list[Line]:
     lines = [
         Line(section, "next token's attention, all keys", every, "FLOP", "exact", "decoding"),
     ]
-    if is_routed(case.config.attention) and curve is not None:
+    if case.config.attention.geometry_class.routed and curve is not None:
         mosar = case.config.attention.mosar_config(model.max_length)
         keys = curve.last_keys(mosar, case.context)
         name, how = "next token's attention, sparse", f"{keys:,.0f} keys; {curve.source}"
@@ -180,7 +179,7 @@ def _cache(case: Case) -> list[Line]:
     section = "KV cache of a sequence, a rank"
     dense = memory.cache_bytes(config, mesh, context, by_regime=False)
     lines = [Line(section, "every key", dense, "B", "exact", f"{context:,} keys a layer")]
-    if is_routed(config.attention) and case.curve is not None:
+    if config.attention.geometry_class.routed and case.curve is not None:
         keys = case.curve.kept_keys(config.attention.mosar_config(config.model.max_length), context)
         kept = memory.cache_bytes(config, mesh, keys, by_regime=True)
         how = f"{keys:,.0f} keys a layer that a later token can read; {case.curve.source}"
@@ -212,17 +211,12 @@ def density(
     config: RunConfig, context: int, curve: DensityCurve | None
 ) -> tuple[float, Basis, str]:
     """The share of causal pairs that sparse routing evaluates."""
-    attention, model = config.attention, config.model
-    mosar = attention.mosar_config(model.max_length)
-    geometry = GEOMETRIES[attention.geometry]
-    if is_routed(attention):
+    geometry = config.attention.build(config.model.head_shape)
+    if geometry.routed:
         if curve is None:
             return 1.0, "modelled", "no density curve given"
-        return curve.density(mosar, context)
-    if issubclass(geometry, (Fixed, RopeMask)) and attention.regime is not None:
-        index = mosar.regime_index(attention.regime)
-        everywhere = issubclass(geometry, Fixed) and index == mosar.global_index
-        if not everywhere:
-            reach = mosar.regimes[index].reach
-            return covered(reach, context), "exact", f"a band of {reach:g} tokens"
-    return 1.0, "exact", "this geometry evaluates every causal pair"
+        return curve.density(config.attention.mosar_config(config.model.max_length), context)
+    band = geometry.band("sparse")
+    if band is None:
+        return 1.0, "exact", "this geometry evaluates every causal pair"
+    return covered(band, context), "exact", f"a band of {band:g} tokens"

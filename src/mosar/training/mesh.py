@@ -15,9 +15,6 @@ from mosar.training.config import RunConfig
 from mosar.training.errors import TrainingError
 from mosar.training.share import Share
 
-SPLIT_GEOMETRIES = ("rope", "p-rope", "alibi", "fixed", "rope-mask", "mosar")
-"""Geometries that know how to attend with a part of the heads."""
-
 
 class Mesh(NamedTuple):
     """How many processes there are along each axis; process numbers run along `tensor` first."""
@@ -104,15 +101,5 @@ def split_obstacle(
             f"{named} must divide model.num_kv_heads={model.num_kv_heads}, or be a multiple of it "
             "(then keys and values are copied)"
         )
-    if attention.geometry not in SPLIT_GEOMETRIES:
-        return (
-            f"{named}: the geometry {attention.geometry} cannot be divided; those that can are "
-            f"{', '.join(SPLIT_GEOMETRIES)}"
-        )
-    groups = attention.routing_groups
-    if attention.geometry == "mosar" and groups > 1 and groups % tensor:
-        return (
-            f"{named} must divide attention.routing_groups={groups}, so that a group stays with "
-            "one process"
-        )
-    return None
+    obstacle = attention.build(model.head_shape).split_obstacle(tensor)
+    return None if obstacle is None else named + obstacle

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Sequence
 
 from mosar.attention import ROUTINGS
 from mosar.data.manifest import Manifest
-from mosar.evaluation.choices import NATIVE
 from mosar.evaluation.store import EVALUATIONS
 from mosar.evaluation.subject import Subject
+from mosar.geometries import NATIVE
 from mosar.records import EvaluationRecord, RetrievalRecord, read_records
 from mosar.training.run_folder import METRICS, read_metrics
 from mosar.version import __version__
@@ -32,7 +32,11 @@ def model_card(subject: Subject, manifest: Manifest | None, *, dtype: str, routi
 
 
 def _head(subject: Subject) -> str:
-    tags = ["mosar", subject.cell.variant, *(["sparse-attention"] if subject.routed else [])]
+    tags = [
+        "mosar",
+        subject.cell.variant,
+        *(["sparse-attention"] if subject.geometry.routed else []),
+    ]
     lines = ["library_name: transformers", "pipeline_tag: text-generation", "tags:"]
     return "\n".join(["---", *lines, *(f"- {tag}" for tag in dict.fromkeys(tags)), "---"])
 
@@ -45,10 +49,10 @@ def _introduction(subject: Subject, dtype: str, routing: str) -> str:
         f"{model.head_dim}, vocabulary {model.vocab_size:,}, trained at length "
         f"{model.max_length:,}. Parameters are in {dtype}"
     )
-    if not subject.routed:
+    if not subject.geometry.routed:
         return text + "."
     text += "" if dtype == "float32" else ", routers in float32"
-    regimes = ", ".join(f"{r.name} {r.reach:g}" for r in subject.geometry.regimes)
+    regimes = ", ".join(f"{name} {reach:g}" for name, reach in subject.geometry.reaches().items())
     return (
         f"{text}. Routers give each token a reach ({regimes} tokens); the "
         f"model starts with `{routing}` routing, `model.set_routing` changes it."
@@ -56,7 +60,7 @@ def _introduction(subject: Subject, dtype: str, routing: str) -> str:
 
 
 def _geometry(subject: Subject) -> str:
-    return "learned attention geometry" if subject.routed else "fixed attention geometry"
+    return "learned attention geometry" if subject.geometry.routed else "fixed attention geometry"
 
 
 def _parameters(subject: Subject) -> str:
@@ -68,7 +72,9 @@ def _parameters(subject: Subject) -> str:
 
 
 def _use(subject: Subject, manifest: Manifest | None) -> str:
-    sparse = 'model.set_routing("sparse")  # soft, top1 or sparse\n' if subject.routed else ""
+    sparse = (
+        'model.set_routing("sparse")  # soft, top1 or sparse\n' if subject.geometry.routed else ""
+    )
     if manifest is None:
         body = f'model = AutoModelForCausalLM.from_pretrained("FOLDER")\n{sparse}'
         names, note = "AutoModelForCausalLM", "It has no tokenizer: it learnt a synthetic task.\n\n"

@@ -41,7 +41,6 @@ from mosar.model.decoder import (
     Placement,
     capped_logits,
     check_cache,
-    is_routed,
     new_cache,
 )
 from mosar.model.norm import RMSNorm
@@ -100,7 +99,9 @@ class MosarPreTrainedModel(PreTrainedModel):
     def __init__(self, config: MosarDecoderConfig):
         # Two models of one configuration object may use different routings.
         super().__init__(copy.deepcopy(config))
-        routers = ["query_router", "key_router"] if is_routed(config.attention_config) else []
+        routers = (
+            ["query_router", "key_router"] if config.attention_config.geometry_class.routed else []
+        )
         self._keep_in_fp32_modules_strict = cast(Any, routers)
 
     def post_init(self) -> None:

@@ -19,8 +19,8 @@ from mosar.geometries import (
     Geometry,
     HeadShape,
     LayerRouting,
-    plain_attention,
 )
+from mosar.geometries.geometry import plain_attention
 
 SHAPE = HeadShape(num_heads=6, num_kv_heads=2, head_dim=8, max_length=32)
 SCALE = 0.3
@@ -187,7 +187,7 @@ def test_plain_attention_leaves_the_cpu_to_our_operator(monkeypatch):
     def refuse(*args, **kwargs):
         raise AssertionError("called")
 
-    monkeypatch.setattr("mosar.geometries.distance_attention", refuse)
+    monkeypatch.setattr("mosar.geometries.geometry.distance_attention", refuse)
     elsewhere = [x.to("meta") for x in (q, k, v)]
     assert plain_attention(*elsewhere, scale=SCALE, softcap=None).shape == q.shape
     for options in (

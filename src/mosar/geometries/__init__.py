@@ -1,0 +1,60 @@
+"""Geometries: what a variant of attention changes, and nothing else.
+
+A geometry is one small class with two hooks and its facts (geometry.py), entered in `GEOMETRIES` by
+name; a variant is a named setting of it in `VARIANTS`. docs/geometries.md shows how to add one.
+"""
+
+from mosar.geometries.alibi import Alibi
+from mosar.geometries.config import GEOMETRIES, AttentionConfig
+from mosar.geometries.geometry import (
+    NATIVE,
+    Attended,
+    Geometry,
+    HeadShape,
+    LayerRouting,
+    ParameterPart,
+    operator_routing,
+)
+from mosar.geometries.mosar import MoSAR
+from mosar.geometries.one_regime import Fixed, RopeMask
+from mosar.geometries.rope import Rope
+
+__all__ = [
+    "GEOMETRIES",
+    "NATIVE",
+    "VARIANTS",
+    "Alibi",
+    "Attended",
+    "AttentionConfig",
+    "Fixed",
+    "Geometry",
+    "HeadShape",
+    "LayerRouting",
+    "MoSAR",
+    "ParameterPart",
+    "Rope",
+    "RopeMask",
+    "operator_routing",
+]
+
+GEOMETRIES.update(
+    {
+        "rope": Rope,
+        "p-rope": Rope,
+        "alibi": Alibi,
+        "fixed": Fixed,
+        "rope-mask": RopeMask,
+        "mosar": MoSAR,
+    }
+)
+
+VARIANTS: dict[str, AttentionConfig] = {
+    "rope": AttentionConfig(geometry="rope"),
+    "alibi": AttentionConfig(geometry="alibi"),
+    "p-rope": AttentionConfig(geometry="p-rope", rope_fraction=0.75),
+    "fixed-s": AttentionConfig(geometry="fixed", regime="S"),
+    "fixed-m": AttentionConfig(geometry="fixed", regime="M"),
+    "rope-m-mask": AttentionConfig(geometry="rope-mask", regime="M"),
+    "mosar": AttentionConfig(geometry="mosar"),
+    "mosar-cost": AttentionConfig(geometry="mosar", cost_weight=0.01, cost_warmup=500),
+}

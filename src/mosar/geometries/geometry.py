@@ -1,0 +1,297 @@
+"""A geometry: what a variant of attention changes, and everything one must know about it.
+
+    q, k -> transform (each token at its position) -> attend (which pairs, with which bias) -> out
+
+Subclasses override one of the two hooks and state their facts: whether they route, which settings
+they read, which pairs they leave out, what tensor parallelism has to know. Training, evaluation,
+generation, plan and export ask for these facts and know no geometry by name.
+
+Shapes: B batch, H query heads, K key/value heads, T queries, S keys, D head dim, R regimes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mosar.attention import ROUTINGS, Routing, distance_attention
+from mosar.core.config import MoSARConfig
+from mosar.core.hard_domain import build_hard_domain
+from mosar.core.outputs import RouterOutput
+from mosar.core.positional import positions_in_segments
+from mosar.geometries.config import AttentionConfig
+
+NATIVE = "native"
+"""The one way to execute a geometry without routers, where records name a routing."""
+
+
+def operator_routing(routing: str) -> Routing:
+    """The routing of the operators that executes a model as a record names it."""
+    return cast(Routing, "soft" if routing == NATIVE else routing)
+
+
+class HeadShape(NamedTuple):
+    """What a geometry must know of its model."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_length: int
+
+
+class ParameterPart(NamedTuple):
+    """Parameters of one kind in one layer's geometry."""
+
+    name: str
+    count: int
+    weights: int
+    """Those among them of matrices that every token is multiplied with."""
+    split: Literal["whole", "heads", "keys"]
+    """What tensor-parallel ranks hold: all of it, their part, or that of the key heads."""
+
+
+class LayerRouting(NamedTuple):
+    """What the routers of one layer decided for its queries and keys."""
+
+    query: RouterOutput
+    key: RouterOutput
+
+    @property
+    def labels(self) -> tuple[Tensor, Tensor]:
+        """Of queries and of keys, [B, T] and [B, S] or with groups."""
+        return self.query.labels, self.key.labels
+
+
+# The output [B, H, T, D] (the operators' own type is a union), and the routing or None.
+Attended = tuple[Any, LayerRouting | None]
+
+
+class Geometry(nn.Module):
+    """Causal attention without any position; subclasses override `transform` or `attend`."""
+
+    routed: ClassVar[bool] = False
+    """Whether it has routers, and so a choice between soft, top-1 and sparse routing."""
+    settings: ClassVar[frozenset[str]] = frozenset()
+    """The fields of `AttentionConfig` that it reads, besides its name."""
+    own_heads: slice = slice(None)
+    """The query heads of this process, where tensor parallelism divides them."""
+
+    def __init__(self, attention: AttentionConfig, shape: HeadShape):
+        super().__init__()
+        self.attention, self.shape = attention, shape
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        routing: Routing = "soft",
+        query_positions: Tensor | None = None,
+        key_positions: Tensor | None = None,
+        key_valid: Tensor | None = None,
+        segment_ids: Tensor | None = None,
+        cache: Any = None,
+    ) -> tuple[Tensor, LayerRouting | None]:
+        """q [B, T, H, D]; k, v [B, S, K, D], before any positional transform -> [B, T, H, D].
+
+        Positions are as in `mosar_attention`; where none are given they count from 0 in each
+        segment (a run of equal `segment_ids`), so that a segment is the same wherever it stands.
+        With the layer's `cache` (see `attend_cached`) q, k and v are of new tokens alone, which
+        follow those it has been given, and their `key_positions` are needed.
+        """
+        at_q, at_k = _positions(
+            q, k, query_positions, key_positions, key_valid=key_valid, segment_ids=segment_ids
+        )
+        q, k = self.transform(q, k, at_q, at_k)
+        options = {
+            "routing": routing,
+            "scale": scale,
+            "softcap": softcap,
+            "key_positions": key_positions,
+            "key_valid": key_valid,
+        }
+        # Views: the kernels read any layout whose last dimension is contiguous.
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        differentiated = any(x.requires_grad for x in (q, k, v))
+        if cache is not None and (cache.slots or not differentiated):
+            out, layer_routing = self.attend_cached(q, k, v, cache, **options)
+        else:
+            options |= {"query_positions": query_positions, "segment_ids": segment_ids}
+            out, layer_routing = self.attend(q, k, v, **options)
+            if cache is not None:
+                # Gradients pass through the first tokens; what is stored of them has none.
+                self.store(
+                    k.detach(), v.detach(), cache, layer_routing, routing, key_positions, key_valid
+                )
+        return out.transpose(1, 2), layer_routing
+
+    def transform(self, q: Tensor, k: Tensor, at_q: Tensor, at_k: Tensor) -> tuple[Tensor, Tensor]:
+        """q [B, T, H, D] at positions at_q [B or 1, T], and k likewise, each token on its own."""
+        return q, k
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, *, routing: Routing, **options: Any
+    ) -> Attended:
+        """q [B, H, T, D]; k, v [B, K, S, D], transformed -> [B, H, T, D], and the routing if any.
+
+        `options` are those of the operators: scale, softcap, positions, key_valid, segment_ids.
+        """
+        return plain_attention(q, k, v, **options), None
+
+    def attend_cached(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: Any,
+        *,
+        key_positions: Tensor,
+        key_valid: Tensor | None,
+        **options: Any,
+    ) -> Attended:
+        """The same with k, v of new tokens only, which a `DenseLayerCache` adds to the others."""
+        keys = self.store(k, v, cache, None, options["routing"], key_positions, key_valid)
+        placement = {
+            "query_positions": None if keys.positions is None else key_positions,
+            "key_positions": keys.positions,
+            "key_valid": keys.valid,
+            "segment_ids": None,
+        }
+        return self.attend(q, keys.k, keys.v, **placement, **options)
+
+    def store(
+        self,
+        k: Tensor,
+        v: Tensor,
+        cache: Any,
+        routed: LayerRouting | None,
+        routing: Routing,
+        key_positions: Tensor | None,
+        key_valid: Tensor | None,
+    ) -> Any:
+        """Adds k, v [B, K, S, D] of new tokens to the cache, and returns what its `update` does."""
+        return cache.update(k, v, key_positions=key_positions, key_valid=key_valid)
+
+    @property
+    def routings(self) -> tuple[str, ...]:
+        """How a trained model can be executed; the first is what it was trained with."""
+        if self.routed:
+            return ROUTINGS
+        return (NATIVE,) if self.band("sparse") == self.band(NATIVE) else (NATIVE, "sparse")
+
+    def band(self, routing: str) -> float | None:
+        """The distance beyond which it reads no pair under `routing`; None: it reads all pairs."""
+        return None
+
+    def reaches(self) -> dict[str, float]:
+        """Regime -> reach, of the regimes that it uses."""
+        return {}
+
+    def count_pairs(
+        self,
+        shape: tuple[int, int],
+        *,
+        routing: str = NATIVE,
+        labels: tuple[Tensor, Tensor] | None = None,
+        segment_ids: Tensor | None = None,
+    ) -> tuple[int, int] | None:
+        """(pairs of the support, causal pairs) of so many rows of tokens; None: all are read.
+
+        labels: of queries and of keys, where there are routers.
+        """
+        band = self.band(routing)
+        if band is None:
+            return None
+        # Rows without segments are alike: one of them is counted.
+        rows, length = (1, shape[1]) if segment_ids is None else shape
+        device = None if segment_ids is None else segment_ids.device
+        alike = torch.zeros(rows, length, dtype=torch.int64, device=device)
+        inside, causal = (
+            build_hard_domain(
+                *(alike, alike, MoSARConfig()),
+                window=limit,
+                segment_ids=segment_ids,
+                materialize=False,
+            ).causal_count
+            for limit in (band, None)
+        )
+        times = shape[0] // rows
+        return times * inside, times * causal
+
+    def parameter_parts(self) -> list[ParameterPart]:
+        """Its own parameters by kind, as `mosar plan` counts them."""
+        return [
+            ParameterPart(name, p.numel(), p.numel() if p.dim() > 1 else 0, "whole")
+            for name, p in self.named_parameters()
+        ]
+
+    def split_obstacle(self, tensor: int) -> str | None:
+        """Why `tensor` processes cannot divide its heads, to follow their number; None: they can.
+
+        Here heads attend on their own, and nothing but parameters would have to be divided.
+        """
+        if next(self.parameters(), None) is None:
+            return None
+        name = self.attention.geometry
+        return f": the geometry {name} has parameters, and nothing says how to divide them"
+
+    def init_parameter(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
+        """Fills one of the geometry's own parameters: vectors with 0, the rest normal, std 0.02."""
+        if parameter.dim() < 2:
+            parameter.zero_()
+        else:
+            parameter.normal_(std=0.02, generator=generator)
+
+
+def plain_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None, **placement: Any
+) -> Any:
+    """Causal attention without a bias: by our operator, or by torch's where that is the quicker.
+
+    That is where it can compute the same (no soft-cap, plain causal): for one query a row anywhere,
+    and off the CPU for any number. On the CPU ours is quicker then, forward and backward.
+    """
+    if softcap is None and all(value is None for value in placement.values()):
+        if q.shape[2] == 1:
+            # It reads every key: the query heads of a key head are so many queries of it.
+            grouped = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
+            return F.scaled_dot_product_attention(grouped, k, v, scale=scale).reshape(q.shape)
+        if q.device.type != "cpu" and q.shape[2] == k.shape[2]:
+            return F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+            )
+    return distance_attention(q, k, v, scale=scale, softcap=softcap, **placement)
+
+
+def _positions(
+    q: Tensor,
+    k: Tensor,
+    query_positions: Tensor | None,
+    key_positions: Tensor | None,
+    *,
+    key_valid: Tensor | None,
+    segment_ids: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Where queries and keys stand, [B or 1, T] and [B or 1, S]; one tensor if it is the same."""
+    if key_positions is not None:
+        at_k = key_positions.long()
+        if key_valid is not None:
+            at_k = at_k.masked_fill(~key_valid, 0)
+    elif segment_ids is not None and query_positions is None:
+        at_k = positions_in_segments(segment_ids)
+    else:
+        at_k = torch.arange(k.shape[1], device=k.device)[None]
+    if query_positions is not None:
+        return query_positions.long(), at_k
+    return (at_k if q.shape[1] == k.shape[1] else at_k[:, k.shape[1] - q.shape[1] :]), at_k
+
+
+def wide_dtype(x: Tensor) -> torch.dtype:
+    """The precision of tables for x: float32, or float64 where x is."""
+    return torch.promote_types(x.dtype, torch.float32)

@@ -1,0 +1,165 @@
+"""MoSAR: routers choose each token's regime, and a pair's regimes choose its gate.
+
+    bias_ij = log(pi_Q(q_i)^T G(i - j) pi_K(k_j)),  q and k after RoPE
+
+Shapes: B batch, H query heads, K key/value heads, T queries, S keys, D head dim, R regimes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mosar.attention import Routing, mosar_attention
+from mosar.core.hard_domain import build_hard_domain
+from mosar.core.routers import PostPositionRouter, top1_routing
+from mosar.geometries.config import AttentionConfig
+from mosar.geometries.geometry import Attended, HeadShape, LayerRouting, ParameterPart
+from mosar.geometries.rope import Rope
+
+
+class MoSAR(Rope):
+    """Routed regimes over RoPE: two routers read the rotated q and k, the gates follow."""
+
+    routed = True
+    settings = Rope.settings | {
+        *("regimes", "router_hidden", "temperature", "barrier", "exponent", "epsilon"),
+        *("composition", "routing_groups", "num_sinks", "cost_weight", "cost_warmup"),
+    }
+
+    def __init__(self, attention: AttentionConfig, shape: HeadShape):
+        super().__init__(attention, shape)
+        self.config = attention.mosar_config(shape.max_length)
+        if shape.num_kv_heads % self.config.routing_groups:
+            raise ValueError(
+                f"routing_groups must divide num_kv_heads={shape.num_kv_heads}, "
+                f"got {self.config.routing_groups}"
+            )
+        self.query_router = PostPositionRouter(shape.num_heads * shape.head_dim, self.config)
+        self.key_router = PostPositionRouter(shape.num_kv_heads * shape.head_dim, self.config)
+
+    def reaches(self) -> dict[str, float]:
+        return {regime.name: regime.reach for regime in self.config.regimes}
+
+    def count_pairs(
+        self,
+        shape: tuple[int, int],
+        *,
+        routing: str = "sparse",
+        labels: tuple[Tensor, Tensor] | None = None,
+        segment_ids: Tensor | None = None,
+    ) -> tuple[int, int] | None:
+        """Of the support that the labels give, whatever the routing evaluates beyond it."""
+        assert labels is not None
+        domain = build_hard_domain(*labels, self.config, segment_ids=segment_ids, materialize=False)
+        return domain.count, domain.causal_count
+
+    def parameter_parts(self) -> list[ParameterPart]:
+        first_q, first_k = (r.weight1.numel() for r in (self.query_router, self.key_router))
+        routers = (self.query_router, self.key_router)
+        second = sum(router.weight2.numel() for router in routers)
+        biases = sum(router.bias1.numel() + router.bias2.numel() for router in routers)
+        # A routing group is one rank's, with all that routes it.
+        rest = "heads" if self.config.routing_groups > 1 else "whole"
+        return [
+            ParameterPart("query routers' first layer", first_q, first_q, "heads"),
+            ParameterPart("key routers' first layer", first_k, first_k, "keys"),
+            ParameterPart("routers' second layer", second + biases, second, rest),
+        ]
+
+    def split_obstacle(self, tensor: int) -> str | None:
+        if type(self) is not MoSAR:
+            name = self.attention.geometry
+            return f": the geometry {name} routes by a rule of its own, which nothing divides"
+        groups = self.config.routing_groups
+        if groups == 1 or groups % tensor == 0:
+            return None
+        return (
+            f" must divide attention.routing_groups={groups}, so that a group stays with one "
+            "process"
+        )
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, *, routing: Routing, **options: Any
+    ) -> Attended:
+        if options["key_valid"] is not None:
+            # What a padded slot holds must not reach the router's gradient.
+            k = k.masked_fill(~options["key_valid"][:, None, :, None], 0)
+        routed = self.route(q, k)
+        if routing == "soft":
+            pi_q, pi_k = routed.query.probabilities, routed.key.probabilities
+        else:
+            # Labels come from the logits: two may differ where their probabilities tie.
+            pi_q, pi_k = top1_routing(routed.query.logits), top1_routing(routed.key.logits)
+        return self.attend_routed(q, k, v, pi_q, pi_k, routing=routing, **options), routed
+
+    def attend_routed(
+        self, q: Tensor, k: Tensor, v: Tensor, pi_q: Tensor, pi_k: Tensor, **options: Any
+    ) -> Any:
+        """Attention along the routing, [B, H, T, D]."""
+        return mosar_attention(q, k, v, pi_q, pi_k, self.config, **options)
+
+    def attend_cached(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: Any,
+        *,
+        routing: Routing,
+        key_positions: Tensor,
+        key_valid: Tensor | None,
+        **options: Any,
+    ) -> Attended:
+        """With a `RegimeLayerCache`, which attends itself."""
+        routed, soft = self.route(q, k), routing == "soft"
+        self.store(k, v, cache, routed, routing, key_positions, key_valid)
+        out = cache.attend(
+            q,
+            routed.query.labels,
+            key_positions,
+            pi_q=routed.query.probabilities if soft else None,
+            **options,
+        )
+        return out, routed
+
+    def store(
+        self,
+        k: Tensor,
+        v: Tensor,
+        cache: Any,
+        routed: LayerRouting | None,
+        routing: Routing,
+        key_positions: Tensor | None,
+        key_valid: Tensor | None,
+    ) -> None:
+        """With the labels of the keys, under soft routing with their probabilities too."""
+        assert routed is not None
+        if cache.routing != routing:
+            raise ValueError(
+                f"the cache is for {cache.routing} routing, got routing={routing!r}; "
+                "cache.set_routing changes it"
+            )
+        cache.update(
+            k,
+            v,
+            routed.key.labels,
+            pi_k=routed.key.probabilities.detach() if routing == "soft" else None,
+            key_positions=key_positions,
+            key_valid=key_valid,
+        )
+
+    def route(self, q: Tensor, k: Tensor) -> LayerRouting:
+        """What each query and each key chooses; override it for another rule."""
+        return LayerRouting(
+            self.query_router(q.transpose(1, 2)), self.key_router(k.transpose(1, 2))
+        )
+
+    def init_parameter(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
+        """W1 std 0.02, W2 std 1e-3, biases 0: routing starts nearly uniform."""
+        if "bias" in name:
+            parameter.zero_()
+        else:
+            parameter.normal_(std=1e-3 if "weight2" in name else 0.02, generator=generator)

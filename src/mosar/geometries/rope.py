@@ -1,0 +1,35 @@
+"""Rotary positions: q and k turn by angles that grow with their position.
+
+    (x_i, x_{i + D/2}) turns by position * theta^(-2 i / D)
+
+Shapes: B batch, H query heads, K key/value heads, T queries, S keys, D head dim.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from mosar.core.positional import rotate, rotation
+from mosar.geometries.config import AttentionConfig
+from mosar.geometries.geometry import Geometry, HeadShape, wide_dtype
+
+
+class Rope(Geometry):
+    """Rotation of q and k by their positions; below `rope_fraction` 1 the slowest do not turn."""
+
+    settings = frozenset({"rope_theta", "rope_fraction"})
+
+    def __init__(self, attention: AttentionConfig, shape: HeadShape):
+        super().__init__(attention, shape)
+        if shape.head_dim % 2:
+            raise ValueError(f"rotation pairs dimensions: head_dim must be even, got {shape}")
+
+    def transform(self, q: Tensor, k: Tensor, at_q: Tensor, at_k: Tensor) -> tuple[Tensor, Tensor]:
+        settings = {
+            "theta": self.attention.rope_theta,
+            "fraction": self.attention.rope_fraction,
+            "dtype": wide_dtype(q),
+        }
+        turn_q = rotation(at_q, self.shape.head_dim, **settings)
+        turn_k = turn_q if at_k is at_q else rotation(at_k, self.shape.head_dim, **settings)
+        return rotate(q, *turn_q), rotate(k, *turn_k)
