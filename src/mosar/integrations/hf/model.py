@@ -246,8 +246,8 @@ class MosarModel(MosarPreTrainedModel):
             use_cache = self.config.use_cache and not (learning or torch.compiler.is_compiling())
         if torch.compiler.is_exporting() and (use_cache or given is not None):
             raise ValueError(
-                "use_cache must be False in torch.export: what a cache holds follows from the "
-                "routing of its tokens; export the forward pass of whole texts"
+                "use_cache must be False in torch.export of this model: transformers' caches are "
+                "not tensors; export model.to_decoder(), whose cache is (docs/operators.md)"
             )
         if given is None:
             return self.new_cache() if use_cache else None
