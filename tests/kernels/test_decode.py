@@ -206,9 +206,15 @@ ATTEND = (
 )
 
 
+def wrong_dtype(value):
+    if not value.is_floating_point():
+        return torch.int16
+    return torch.float32 if value.dtype == torch.float64 else torch.float64
+
+
 def wrong_versions(name, value):
     if isinstance(value, torch.Tensor):
-        yield value.double() if value.is_floating_point() else value.short()
+        yield value.to(wrong_dtype(value))
         yield value[..., None]
         yield value[0]
         if value.shape[-1] > 1 and name not in ("table", "reach"):
