@@ -6,6 +6,7 @@ from it, each from a random stream of its own, so that changing one trait leaves
 
 from __future__ import annotations
 
+import math
 import zlib
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -28,6 +29,9 @@ PROBABILITIES = ("mixed", "one-hot", "tied")
 # All tokens of the first regime, all of the last, and all of the first but one of the last.
 FORCED = ("first", "last", "lone")
 DISTANCE_BIASES = ("none", "log_gate", "log_gate_per_head", "slopes", "both")
+BARRIERS = st.sampled_from((6.0, 2.0, 0.5))
+# Up to the largest whose e^-B, and an epsilon below it, are normal float32 numbers.
+HIGH_BARRIERS = st.one_of(st.sampled_from((87.0, 80.0, 60.0)), st.floats(10.0, 87.0))
 # (key/value heads, query heads per key/value head)
 HEADS = ((1, 1), (1, 2), (2, 1), (1, 3), (3, 1), (2, 2), (4, 1), (2, 3), (1, 8))
 
@@ -61,6 +65,8 @@ class Case:
     probabilities: str = "mixed"
     group_axis: bool = False
     """Whether a single routing group is spelled out as a dimension."""
+    spread: float = 0.0
+    """Where positive, what q·k of every query is spread over, beside its random part."""
     dtype: torch.dtype = torch.float64
     seed: int = 0
 
@@ -100,11 +106,17 @@ class Case:
     @cached_property
     def q(self) -> Tensor:
         shape = (self.batch, self.num_heads, self.num_queries, self.head_dim)
-        return self._normal("q", shape).to(self.dtype)
+        q = self._normal("q", shape)
+        if self.spread:
+            q[..., 0] = 1.0
+        return q.to(self.dtype)
 
     @cached_property
     def k(self) -> Tensor:
-        return self._normal("k", self._keys_shape).to(self.dtype)
+        k = self._normal("k", self._keys_shape)
+        if self.spread:
+            k[..., 0] = self.spread * torch.sigmoid(4 * k[..., 0])
+        return k.to(self.dtype)
 
     @cached_property
     def v(self) -> Tensor:
@@ -205,8 +217,15 @@ class Case:
 
 
 @st.composite
-def configs(draw: st.DrawFn, *, length: int = 12, kv_heads: int = 1) -> MoSARConfig:
+def configs(
+    draw: st.DrawFn,
+    *,
+    length: int = 12,
+    kv_heads: int = 1,
+    barriers: st.SearchStrategy[float] = BARRIERS,
+) -> MoSARConfig:
     """Two to five regimes whose reaches are worth testing at this length."""
+    barrier = draw(barriers)
     num_regimes = draw(st.integers(2, 5))
     unit = draw(st.sampled_from((1, 2, 3)))
     steps = draw(st.lists(st.integers(1, length), min_size=num_regimes, max_size=num_regimes))
@@ -223,7 +242,8 @@ def configs(draw: st.DrawFn, *, length: int = 12, kv_heads: int = 1) -> MoSARCon
             Regime(f"R{index}", float(reach) / unit, plateau)
             for index, (reach, plateau) in enumerate(zip(np.cumsum(steps), plateaus, strict=True))
         ),
-        barrier=draw(st.sampled_from((6.0, 2.0, 0.5))),
+        barrier=barrier,
+        epsilon=min(1e-6, 0.75 * math.exp(-barrier)),
         exponent=draw(st.sampled_from((2.0, 1.0, 3.0, 0.5))),
         composition=draw(st.sampled_from(("mean", "min", "max"))),
         routing_groups=draw(st.sampled_from([g for g in (1, 2, 3, 4) if kv_heads % g == 0])),
@@ -265,6 +285,14 @@ def cases(
         dtype=dtype,
         seed=draw(st.integers(0, 2**16)),
     )
+
+
+@st.composite
+def steep_cases(draw: st.DrawFn, *, max_length: int) -> Case:
+    """Short reaches and high barriers, and scores that are as far apart as the gates."""
+    case = draw(cases(dtype=torch.float32, max_length=max_length))
+    config = draw(configs(length=4, kv_heads=case.kv_heads, barriers=HIGH_BARRIERS))
+    return case.with_(config=config, spread=config.barrier, scale=1.0, softcap=None)
 
 
 def geometry(config: MoSARConfig) -> dict[str, Any]:

@@ -180,7 +180,12 @@ def test_flex_computes_the_same(tmp_path):
     assert result.exit_code == 0, result.output
     for record in read_records(path):
         for name in ("flex", "flex-sorted"):
-            assert record.measurements[name].unavailable is None
+            refusal = record.measurements[name].unavailable
+            if refusal is not None and record.length < 64:
+                # Torch's own fault on CPUs without AVX-512 (docs/benchmarks.md): refused by name.
+                assert refusal.startswith("compiled FlexAttention is wrong here, off by")
+                continue
+            assert refusal is None
             assert record.median_ms(name)
 
 

@@ -19,6 +19,7 @@ from cases import (
     assert_agrees_with_outsider,
     assert_distance_agrees_with_outsider,
     cases,
+    steep_cases,
 )
 from kernels.budget import (
     NAMES,
@@ -74,6 +75,13 @@ some_paths = pytest.mark.parametrize(("impl", "kind"), SOME_PATHS)
 def test_any_call(impl, kinds, data):
     case = data.draw(cases(dtype=torch.float32, max_length=40))
     kind = data.draw(st.sampled_from(kinds))
+    assert_within_budget(case, kind, impl=impl, conditioned=True)
+
+
+@pytest.mark.parametrize(("impl", "kind"), [path for path in PATHS if path[1] in ROUTINGS])
+@given(case=steep_cases(max_length=40))
+def test_any_barrier(impl, kind, case):
+    """The largest score may be worth nothing, and one far below it everything."""
     assert_within_budget(case, kind, impl=impl, conditioned=True)
 
 

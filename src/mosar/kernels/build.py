@@ -29,31 +29,47 @@ _FLAGS = (
     "-std=c++17",
     "-fPIC",
     "-shared",
-    "-march=native",
     "-fno-math-errno",
     "-fno-trapping-math",
     # The oldest torch whose stable interface has all that the binding calls.
     "-DTORCH_TARGET_VERSION=0x020a000000000000",
 )
+# What the compiler may use of a CPU, and the flags /proc/cpuinfo shows where it can be run.
+_MACHINES = {
+    "native": ("-march=native", ()),
+    "portable": ("-march=x86-64", ("sse2",)),
+    "avx2": ("-march=x86-64-v3", ("avx2", "fma", "f16c", "bmi2")),
+    "avx512": ("-march=x86-64-v4", ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")),
+}
 
 
 class NativeBuildError(RuntimeError):
     """The native kernels cannot be built or loaded here; the message says why."""
 
 
-@lru_cache(maxsize=1)
-def load_library() -> Path:
-    """Path of the compiled library, building it if need be; raises NativeBuildError."""
+@lru_cache
+def load_library(isa: str = "native") -> Path:
+    """Path of the library compiled for an instruction set, building it if need be.
+
+    `isa` is "native", all that this CPU has, or one of `instruction_sets()`. Raises
+    NativeBuildError.
+    """
     compiler = find_compiler()
     if compiler is None:
         raise NativeBuildError("no C++ compiler found (looked for $CXX, c++, g++, clang++)")
-    target = cache_folder() / f"mosar-{_fingerprint(compiler)}.so"
+    target = cache_folder() / f"mosar-{_fingerprint(compiler, isa)}.so"
     if not _is_whole(target):
         with _locked(target.with_suffix(".lock")):
             if not _is_whole(target):
                 print(f"mosar: compiling its CPU kernels once, into {target}", file=sys.stderr)
-                compile_library(compiler, target)
+                compile_library(compiler, target, isa=isa)
     return target
+
+
+def instruction_sets() -> list[str]:
+    """The instruction sets that this CPU runs, from the narrowest to the widest."""
+    flags = set(_cpu_flags().split())
+    return [isa for isa, (_, needed) in _MACHINES.items() if needed and flags.issuperset(needed)]
 
 
 def find_compiler() -> str | None:
@@ -64,7 +80,9 @@ def find_compiler() -> str | None:
     return None
 
 
-def compile_library(compiler: str, target: Path, extra_flags: tuple[str, ...] = ()) -> None:
+def compile_library(
+    compiler: str, target: Path, extra_flags: tuple[str, ...] = (), *, isa: str = "native"
+) -> None:
     """Compiles the sources to `target`, which appears whole or not at all."""
     torch_folder = Path(torch.__file__).parent
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
@@ -72,6 +90,7 @@ def compile_library(compiler: str, target: Path, extra_flags: tuple[str, ...] = 
         command = [
             compiler,
             *_FLAGS,
+            _MACHINES[isa][0],
             *extra_flags,
             str(_SOURCES / "binding.cpp"),
             "-o",
@@ -145,13 +164,14 @@ def _danger(folder: Path) -> str | None:
     return None
 
 
-def _fingerprint(compiler: str) -> str:
+def _fingerprint(compiler: str, isa: str) -> str:
     """What the library depends on: a build for another CPU must not be loaded here."""
     digest = hashlib.sha256()
     for source in sorted(_SOURCES.iterdir()):
         digest.update(source.read_bytes())
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
-    for part in (*_FLAGS, version, torch.__version__, platform.machine(), _cpu_flags()):
+    flags = (*_FLAGS, _MACHINES[isa][0])
+    for part in (*flags, version, torch.__version__, platform.machine(), _cpu_flags()):
         digest.update(part.encode())
     return f"{torch.__version__}-{digest.hexdigest()[:16]}"
 

@@ -37,7 +37,18 @@ enum class Bias : int64_t {
 
 // Table rows carry this many entries of padding on both sides, so that a vector load stays inside.
 constexpr int64_t kTablePad = 32;
+// From this barrier on a worth may outweigh any score: the maximum of softmax must know of it.
+constexpr float kHighBarrier = 20;
+// A long sum of blocks (of keys, or of the units that add to one gradient) is settled, in double or
+// in a second sum, every so many: short chains of additions round less.
+constexpr int64_t kStretchBlocks = 32, kStretchUnits = 128;
 static_assert(kTablePad >= kLanes, "a vector of distances may start kLanes before the table");
+
+// log(2^top sum)
+inline float log_sum(float top, double sum) {
+  if (sum == 0) return -std::numeric_limits<float>::infinity();
+  return static_cast<float>(top * 0.69314718055994531 + std::log(sum));
+}
 
 // log2 of a gate; geometry: plateau, 1 / transition. In double: a float has no fraction of a far
 // plateau, and a large barrier multiplies what is rounded off.
@@ -71,7 +82,7 @@ struct Problem {
   // kGeometry: [labels][classes][2] of (plateau, 1 / transition), barrier and exponent; a table of log2
   // gates per (label, class) saves the powers when the exponent is not 2.
   const double* geometry;
-  double barrier, exponent;
+  double barrier, exponent;  // for kWorth too: no worth that is not 0 lies below e^-barrier
   // kWorth: pi_q [batch][groups][queries][regimes], pi_k [..][keys][columns]; the first `regimes`
   // columns are routed, a further one stands for sinks. Gates per (regime, column) in `table`, or by
   // `geometry` [regimes][columns][2] where a table would be too long.
@@ -186,17 +197,22 @@ class Attention {
     std::vector<int32_t> lo_min, lo_max, hi_min, hi_max;  // [classes]
     std::vector<int32_t> flat_from;                       // [classes]: no transition from here on
     alignas(64) float max[kLanes];
-    alignas(64) float sum[kLanes];
+    LongSum sum[2];  // of exponentials
+    alignas(64) float inverse[kLanes];  // backward: 1 / sum
     alignas(64) float delta[kLanes];  // dO·O - dlse
-    alignas(64) float dot[kLanes];    // dO·O
-    alignas(64) float weight[kLanes], weighted_dprob[kLanes];  // sums of P and of P dP
-    float* mixed;  // backward: [regimes][kLanes], sums of P times the coefficient of pi_q
-    float *q, *o;              // [dim][kLanes]: scaled queries, output (or dQ)
+    double dot[kLanes];               // dO·O
+    double weight[kLanes], weighted_dprob[kLanes];  // sums of P and of P dP
+    double* mixed;  // backward: [regimes][kLanes], sums of P times the coefficient of pi_q
+    float *q, *o;              // [dim][kLanes]: scaled queries, output (or dQ) of this stretch
+    double* settled;           // [dim][kLanes]: of all stretches before
+    alignas(64) float settled_max[kLanes];  // the maximum it is relative to
+    int64_t blocks;            // visited so far
     float *q_rows, *do_rows, *d_o;  // backward: [kLanes][dim] queries and dO, [dim][kLanes] dO
   };
 
   class Worker;
   friend class Worker;
+  class StretchOfUnits;
 
   int64_t plan_row(int64_t b, int64_t g) const {
     if (p_.plan_rows == 1) return 0;
@@ -308,20 +324,28 @@ class Attention::Worker {
         backward_(backward),
         groups_(attention.groups_per_unit_) {
     const int64_t matrix = dim_ * kLanes, block = a_.key_block_ * kLanes;
-    const int64_t per_group = backward ? 5 * matrix + p_.regimes * kLanes : 2 * matrix;
+    const int64_t routing = p_.regimes * kLanes;
+    // A run may start anywhere in its first block, so each class may take one block more.
+    const bool is_long = p_.keys / a_.key_block_ + p_.classes >= kStretchBlocks;
+    const int64_t per_group = (backward ? 5 : 2) * matrix;
     const int64_t coefficients = backward ? p_.regimes * block : 0;
-    const int64_t scratch = 6 * block + matrix + 2 * p_.regimes * kLanes + coefficients;
+    const int64_t scratch = 6 * block + matrix + routing + coefficients;
     memory_ = aligned<float>(a_.groups_per_unit_ * per_group + scratch);
+    const int64_t doubles = (is_long ? matrix : 0) + (backward ? routing : 0);
+    long_memory_ = aligned<double>(a_.groups_per_unit_ * doubles + (backward ? routing : 0));
     float* next = memory_.get();
+    double* next_long = long_memory_.get();
     auto take = [&](int64_t size) { return next += size, next - size; };
+    auto take_long = [&](int64_t size) { return next_long += size, next_long - size; };
     for (Group& group : groups_) {
       group.q = take(matrix);
       group.o = take(matrix);
+      group.settled = take_long(is_long ? matrix : 0);
       if (backward) {
         group.q_rows = take(matrix);
         group.do_rows = take(matrix);
         group.d_o = take(matrix);
-        group.mixed = take(p_.regimes * kLanes);
+        group.mixed = take_long(routing);
       }
       for (auto* list : {&group.lo, &group.hi}) list->resize(p_.classes * kLanes);
       for (auto* list :
@@ -335,9 +359,9 @@ class Attention::Worker {
     worth_ = take(block);
     dbias_ = take(block);
     rows_ = take(matrix);
-    pi_q_ = take(p_.regimes * kLanes);
-    dpi_q_ = take(p_.regimes * kLanes);
+    pi_q_ = take(routing);
     coefficient_ = take(coefficients);
+    dpi_q_ = take_long(backward ? routing : 0);
   }
 
   void forward(const Unit& unit, float* out, float* lse, float* softmax) {
@@ -346,7 +370,8 @@ class Attention::Worker {
       Group& group = groups_[n];
       std::fill(group.o, group.o + dim_ * kLanes, 0.0f);
       std::fill(group.max, group.max + kLanes, kLowest);
-      std::fill(group.sum, group.sum + kLanes, 0.0f);
+      group.sum[0] = group.sum[1] = {};
+      group.blocks = 0;
     }
     walk([&](Group& group, int64_t c, int32_t begin, int32_t end, int32_t block) {
       forward_block(group, c, begin, end, block);
@@ -355,11 +380,11 @@ class Attention::Worker {
   }
 
   void backward(const Unit& unit, const Gradients& g, float* const* dk, float* const* dv,
-                float* dpi_k) {
+                double* dpi_k) {
     start(unit);
     for (int64_t n = 0; n < used_; ++n) start_backward(groups_[n], g);
     dpi_k_ = dpi_k;
-    std::fill(dpi_q_, dpi_q_ + p_.regimes * kLanes, 0.0f);
+    std::fill(dpi_q_, dpi_q_ + p_.regimes * kLanes, 0.0);
     walk([&](Group& group, int64_t c, int32_t begin, int32_t end, int32_t block) {
       const int64_t h = group.kv_head - unit.kv_begin;
       backward_block(group, c, begin, end, block, dk[h], dv[h]);
@@ -369,7 +394,8 @@ class Attention::Worker {
       const int64_t base = (unit.b * p_.groups + a_.group_of(unit.kv_begin)) * p_.queries;
       for (int32_t t = unit.begin; t < unit.end; ++t)
         for (int64_t m = 0; m < p_.regimes; ++m)
-          g.dpi_q[(base + order_q_[t]) * p_.regimes + m] = dpi_q_[m * kLanes + t - unit.begin];
+          g.dpi_q[(base + order_q_[t]) * p_.regimes + m] =
+              static_cast<float>(dpi_q_[m * kLanes + t - unit.begin]);
     }
   }
 
@@ -574,11 +600,12 @@ class Attention::Worker {
     const int32_t* pos = groups_[0].pos;
     for (int32_t j = begin; j < end; ++j) {
       const int64_t key = order_k_[j];
-      vf dw[2];
+      vf dbias[2], inverse[2];
       for (int v = 0; v < 2; ++v) {
         const int64_t at = (j - begin) * kLanes + v * kWidth;
         vf w = load(worth_ + at);
-        dw[v] = w > p_.epsilon ? load(dbias_ + at) / w : vf{};
+        dbias[v] = load(dbias_ + at);
+        inverse[v] = w > p_.epsilon ? 1.0f / w : vf{};
       }
       for (int64_t n = 0; n < p_.regimes; ++n) {
         vf h[2] = {};
@@ -587,7 +614,9 @@ class Attention::Worker {
           gates(m, n, pos, pos_k_[j], g);
           for (int v = 0; v < 2; ++v) h[v] += load(pi_q_ + m * kLanes + v * kWidth) * g[v];
         }
-        dpi_k_[key * p_.columns + n] += horizontal_sum(dw[0] * h[0] + dw[1] * h[1]);
+        // In this order: a gradient over a tiny worth may leave the range of floats.
+        dpi_k_[key * p_.columns + n] +=
+            horizontal_sum(dbias[0] * (h[0] * inverse[0]) + dbias[1] * (h[1] * inverse[1]));
       }
     }
     for (int64_t m = 0; m < p_.regimes; ++m)
@@ -595,13 +624,20 @@ class Attention::Worker {
                    dpi_q_ + m * kLanes);
   }
 
-  // sums[lane] += sum_row a[row][lane] b[row][lane]
-  static void add_products(const float* a, const float* b, int64_t rows, float* sums) {
+  // sums[lane] += sum_row a[row][lane] (b[row][lane])
+  static void add_products(const float* a, const float* b, int64_t rows, double* sums) {
     for (int v = 0; v < 2; ++v) {
-      vf sum = vf{};  // of this block alone: shorter chains of additions round less
-      for (int64_t j = 0; j < rows; ++j)
-        sum += load(a + j * kLanes + v * kWidth) * load(b + j * kLanes + v * kWidth);
-      store(sums + v * kWidth, load(sums + v * kWidth) + sum);
+      LongSum sum;
+      for (int64_t from = 0; from < rows; from += kTerms) {
+        vf part = vf{};
+        for (int64_t j = from; j < std::min(rows, from + kTerms); ++j) {
+          const int64_t at = j * kLanes + v * kWidth;
+          part += b ? load(a + at) * load(b + at) : load(a + at);
+        }
+        sum.add(part);
+      }
+      for (int l = 0; l < kWidth; ++l)
+        sums[v * kWidth + l] += static_cast<double>(sum.high[l]) + sum.low[l];
     }
   }
 
@@ -677,19 +713,27 @@ class Attention::Worker {
     const float *k = sorted.k[head] + begin * stride, *v = sorted.v[head] + begin * stride;
     score(k, stride, count, group.q, p_.dim, score_);
     finish_scores(group, c, begin, end, block, nullptr);
-    vf top[2], old[2], sum[2];
+    const float* worth = worth_ + (begin - block) * kLanes;
+    const bool weighted = p_.bias == Bias::kWorth, high = weighted && p_.barrier > kHighBarrier;
+    vf top[2], old[2];
     for (int v = 0; v < 2; ++v) old[v] = top[v] = load(group.max + v * kWidth);
     for (int64_t j = 0; j < count; ++j)
-      for (int v = 0; v < 2; ++v) top[v] = max(top[v], load(score_ + j * kLanes + v * kWidth));
+      for (int v = 0; v < 2; ++v) {
+        const int64_t at = j * kLanes + v * kWidth;
+        vf s = load(score_ + at);
+        // The exponent of the worth is nearly its logarithm: weights end up in [0, 2).
+        if (high) s += exponent(load(worth + at));
+        top[v] = max(top[v], s);
+      }
     bool moved = false;
     for (int v = 0; v < 2; ++v)
       for (int l = 0; l < kWidth; ++l) moved |= top[v][l] > old[v][l];
-    for (int v = 0; v < 2; ++v) sum[v] = load(group.sum + v * kWidth);
     if (moved) {
       vf shrink[2];
       for (int v = 0; v < 2; ++v) {
         shrink[v] = exp2(old[v] - top[v]);
-        sum[v] *= shrink[v];
+        group.sum[v].high *= shrink[v];
+        group.sum[v].low *= shrink[v];
         store(group.max + v * kWidth, top[v]);
       }
       for (int64_t d = 0; d < dim_; ++d)
@@ -698,32 +742,68 @@ class Attention::Worker {
           store(o, load(o) * shrink[v]);
         }
     }
-    const float* worth = worth_ + (begin - block) * kLanes;
-    const bool weighted = p_.bias == Bias::kWorth;
-    for (int64_t j = 0; j < count; ++j)
-      for (int v = 0; v < 2; ++v) {
-        const int64_t at = j * kLanes + v * kWidth;
-        vf e = exp2(load(score_ + at) - top[v]);
-        if (weighted) e *= load(worth + at);
-        sum[v] += e;
-        store(score_ + at, e);
-      }
-    for (int v = 0; v < 2; ++v) store(group.sum + v * kWidth, sum[v]);
+    for (int64_t from = 0; from < count; from += kTerms) {
+      vf sum[2] = {};
+      for (int64_t j = from; j < std::min(count, from + kTerms); ++j)
+        for (int v = 0; v < 2; ++v) {
+          const int64_t at = j * kLanes + v * kWidth;
+          vf e = exp2(load(score_ + at) - top[v]);
+          if (weighted) e *= load(worth + at);
+          sum[v] += e;
+          store(score_ + at, e);
+        }
+      for (int v = 0; v < 2; ++v) group.sum[v].add(sum[v]);
+    }
     accumulate(v, stride, score_, count, group.o, dim_);
+    if (++group.blocks % kStretchBlocks == 0) settle(group);
+  }
+
+  // Adds the stretch that ends here to those before it.
+  void settle(Group& group) {
+    if (group.blocks > kStretchBlocks) {
+      add_settled(group);
+    } else {
+      for (int64_t i = 0; i < dim_ * kLanes; ++i) group.settled[i] = group.o[i];
+    }
+    std::copy(group.max, group.max + kLanes, group.settled_max);
+    std::fill(group.o, group.o + dim_ * kLanes, 0.0f);
+  }
+
+  // settled = settled, relative to the present maximum, + o
+  void add_settled(Group& group) {
+    alignas(64) float shrink[kLanes];
+    for (int v = 0; v < 2; ++v) {
+      const int64_t at = v * kWidth;
+      store(shrink + at, exp2(load(group.settled_max + at) - load(group.max + at)));
+    }
+    for (int64_t d = 0; d < dim_; ++d)
+      for (int l = 0; l < kLanes; ++l) {
+        const int64_t i = d * kLanes + l;
+        group.settled[i] = group.settled[i] * shrink[l] + group.o[i];
+      }
+  }
+
+  // Leaves the sum over all stretches in o.
+  void finish_sum(Group& group) {
+    if (group.blocks < kStretchBlocks) return;
+    add_settled(group);
+    for (int64_t i = 0; i < dim_ * kLanes; ++i) group.o[i] = static_cast<float>(group.settled[i]);
   }
 
   void finish(Group& group, float* out, float* lse, float* softmax) {
     const int64_t rows = p_.batch * p_.query_heads * p_.queries;
+    finish_sum(group);
     lanes_to_rows(group.o, dim_, rows_);
     for (int l = 0; l < group.count; ++l) {
-      const float sum = group.sum[l];
-      const float inverse = sum == 0 ? 0 : 1 / sum;
+      const LongSum& half = group.sum[l / kWidth];
+      const double sum = static_cast<double>(half.high[l % kWidth]) + half.low[l % kWidth];
+      const double inverse = sum == 0 ? 0 : 1 / sum;
       float* o = out + group.row[l] * p_.dim;
-      for (int64_t d = 0; d < p_.dim; ++d) o[d] = rows_[l * dim_ + d] * inverse;
+      for (int64_t d = 0; d < p_.dim; ++d)
+        o[d] = static_cast<float>(rows_[l * dim_ + d] * inverse);
       softmax[group.row[l]] = group.max[l];
-      softmax[rows + group.row[l]] = sum;
-      lse[group.row[l]] =
-          sum == 0 ? -std::numeric_limits<float>::infinity() : group.max[l] * kLn2 + std::log(sum);
+      softmax[rows + group.row[l]] = static_cast<float>(sum);
+      lse[group.row[l]] = log_sum(group.max[l], sum);
     }
   }
 
@@ -732,20 +812,22 @@ class Attention::Worker {
     for (int l = 0; l < kLanes; ++l) {
       float* row = group.do_rows + l * dim_;
       std::fill(row, row + dim_, 0.0f);
-      group.delta[l] = group.dot[l] = group.weight[l] = group.weighted_dprob[l] = 0;
+      group.delta[l] = 0;
+      group.dot[l] = group.weight[l] = group.weighted_dprob[l] = 0;
       // Lanes beyond the tile stand at distances of no query: their probabilities are held at 0.
       group.max[l] = -kMasked;
-      group.sum[l] = 0;
+      group.inverse[l] = 0;
       if (l >= group.count) continue;
       const float sum = g.softmax[rows + group.row[l]];
       group.max[l] = g.softmax[group.row[l]];
-      group.sum[l] = sum == 0 ? 0 : 1 / sum;
+      group.inverse[l] = sum == 0 ? 0 : 1 / sum;
       const float* dout = g.dout + group.row[l] * p_.dim;
       std::copy(dout, dout + p_.dim, row);
       group.dot[l] = dot_product(dout, g.out + group.row[l] * p_.dim, p_.dim);
-      group.delta[l] = group.dot[l] - g.dlse[group.row[l]];
+      group.delta[l] = static_cast<float>(group.dot[l] - g.dlse[group.row[l]]);
     }
-    std::fill(group.mixed, group.mixed + p_.regimes * kLanes, 0.0f);
+    group.blocks = 0;
+    std::fill(group.mixed, group.mixed + p_.regimes * kLanes, 0.0);
     rows_to_lanes(group.do_rows, dim_, group.d_o);
     std::fill(group.o, group.o + dim_ * kLanes, 0.0f);
   }
@@ -763,7 +845,8 @@ class Attention::Worker {
     for (int64_t j = 0; j < count; ++j)
       for (int v = 0; v < 2; ++v) {
         const int64_t at = j * kLanes + v * kWidth, in_block = at + (begin - block) * kLanes;
-        vf e = exp2(load(score_ + at) - load(group.max + v * kWidth)) * load(group.sum + v * kWidth);
+        vf e = exp2(load(score_ + at) - load(group.max + v * kWidth));
+        e *= load(group.inverse + v * kWidth);
         if (weighted) e *= load(worth_ + in_block);
         vf ds = e * (load(dprob_ + at) - load(group.delta + v * kWidth));
         store(prob_ + at, e);
@@ -775,15 +858,12 @@ class Attention::Worker {
     outer(prob_, count, group.do_rows, dv + begin * dim_, dim_, dim_);
     outer(score_, count, group.q_rows, dk + begin * dim_, dim_, dim_);
     accumulate(k, stride, score_, count, group.o, dim_);
+    if (++group.blocks % kStretchBlocks == 0) settle(group);
   }
 
   // What `finish_backward` needs to correct dpi_q.
   void gather_sums(Group& group, int64_t count, int64_t first) {
-    for (int v = 0; v < 2; ++v) {
-      vf weight = vf{};
-      for (int64_t j = 0; j < count; ++j) weight += load(prob_ + j * kLanes + v * kWidth);
-      store(group.weight + v * kWidth, load(group.weight + v * kWidth) + weight);
-    }
+    add_products(prob_, nullptr, count, group.weight);
     add_products(prob_, dprob_, count, group.weighted_dprob);
     for (int64_t m = 0; m < p_.regimes; ++m)
       add_products(prob_, coefficient_ + (m * a_.key_block_ + first) * kLanes, count,
@@ -797,11 +877,12 @@ class Attention::Worker {
       // replaced by the sum of P dP over this very pass, after the fact.
       for (int l = 0; l < group.count; ++l) {
         if (group.weight[l] <= 0) continue;
-        const float error = group.dot[l] - group.weighted_dprob[l] / group.weight[l];
+        const double error = group.dot[l] - group.weighted_dprob[l] / group.weight[l];
         for (int64_t m = 0; m < p_.regimes; ++m)
           dpi_q_[m * kLanes + l] += error * group.mixed[m * kLanes + l];
       }
     }
+    finish_sum(group);
     lanes_to_rows(group.o, dim_, rows_);
     for (int l = 0; l < group.count; ++l) {
       float* dq = g.dq + group.row[l] * p_.dim;
@@ -820,9 +901,9 @@ class Attention::Worker {
   bool consecutive_ = false;
   const float* routing_k_ = nullptr;
   Aligned<float> memory_;
-  float *score_, *prob_, *dprob_, *slope_, *worth_, *dbias_, *rows_, *pi_q_, *dpi_q_,
-      *coefficient_;
-  float* dpi_k_ = nullptr;
+  Aligned<double> long_memory_;
+  float *score_, *prob_, *dprob_, *slope_, *worth_, *dbias_, *rows_, *pi_q_, *coefficient_;
+  double *dpi_q_, *dpi_k_ = nullptr;
 };
 
 inline void Attention::forward(float* out, float* lse, float* softmax) {
@@ -833,6 +914,57 @@ inline void Attention::forward(float* out, float* lse, float* softmax) {
     for (int64_t i; (i = next.fetch_add(1)) < count;) worker.forward(units_[i], out, lse, softmax);
   });
 }
+
+// What a stretch of units adds to gradients of keys, summed apart from those before it.
+class Attention::StretchOfUnits {
+ public:
+  StretchOfUnits(const Attention& attention, int64_t count) : a_(attention), sums_(count) {}
+
+  // Zeros, until units add to them.
+  float* const* sums() {
+    const int64_t size = a_.p_.keys * a_.dim_, count = static_cast<int64_t>(sums_.size());
+    if (!memory_) {
+      memory_ = aligned<float>(count * size);
+      std::fill(memory_.get(), memory_.get() + count * size, 0.0f);
+      touched_.assign((a_.p_.keys + kBlock - 1) / kBlock, 0);
+      for (int64_t i = 0; i < count; ++i) sums_[i] = memory_.get() + i * size;
+    }
+    return sums_.data();
+  }
+
+  // Sparse units read few of the keys: only what they touched is added and cleared.
+  void mark(const Unit& unit) {
+    const Problem& p = a_.p_;
+    for (int64_t t = unit.begin; t < unit.end; ++t)
+      for (int64_t c = 0; c < p.classes; ++c) {
+        const int64_t run = (unit.plan_row * p.queries + t) * p.classes + c;
+        if (p.run_lo[run] >= p.run_hi[run]) continue;
+        std::fill(touched_.begin() + p.run_lo[run] / kBlock,
+                  touched_.begin() + (p.run_hi[run] - 1) / kBlock + 1, 1);
+      }
+  }
+
+  void settle(float* const* result) {
+    for (int64_t block = 0; block < static_cast<int64_t>(touched_.size()); ++block) {
+      if (!touched_[block]) continue;
+      touched_[block] = 0;
+      const int64_t begin = block * kBlock * a_.dim_;
+      const int64_t end = std::min(a_.p_.keys, (block + 1) * kBlock) * a_.dim_;
+      for (size_t n = 0; n < sums_.size(); ++n)
+        for (int64_t i = begin; i < end; ++i) {
+          result[n][i] += sums_[n][i];
+          sums_[n][i] = 0;
+        }
+    }
+  }
+
+ private:
+  static constexpr int64_t kBlock = 64;
+  const Attention& a_;
+  std::vector<float*> sums_;
+  Aligned<float> memory_;
+  std::vector<char> touched_;
+};
 
 inline void Attention::backward(const Gradients& g) {
   const int64_t heads = units_.empty() ? 1 : units_[0].kv_end - units_[0].kv_begin;
@@ -854,7 +986,7 @@ inline void Attention::backward(const Gradients& g) {
     return direct && chunk == 0 ? g.dv + head * size : aside(chunk, head) + size;
   };
   const int64_t routing = g.dpi_k ? p_.batch * p_.groups * p_.keys * p_.columns : 0;
-  std::vector<float> dpi_k(chunks * routing, 0.0f);
+  std::vector<double> dpi_k(chunks * routing, 0.0);
   std::vector<std::vector<const Unit*>> tasks(owners * chunks);
   std::vector<int64_t> seen(owners, 0);
   for (const Unit& unit : units_) {
@@ -865,26 +997,33 @@ inline void Attention::backward(const Gradients& g) {
   const int64_t count = owners * chunks;
   parallel_.run(std::min(parallel_.thread_count, count), [&](int64_t) {
     Worker worker(*this, true);
-    std::vector<float*> dk(heads), dv(heads);
+    std::vector<float*> result(2 * heads);  // dK of each head, then dV
+    StretchOfUnits stretch(*this, 2 * heads);
     for (int64_t task; (task = next.fetch_add(1)) < count;) {
       const int64_t owner = task / chunks, chunk = task % chunks;
       for (int64_t h = 0; h < heads; ++h) {
-        dk[h] = dk_of(chunk, owner * heads + h);
-        dv[h] = dv_of(chunk, owner * heads + h);
-        std::fill(dk[h], dk[h] + size, 0.0f);
-        std::fill(dv[h], dv[h] + size, 0.0f);
+        result[h] = dk_of(chunk, owner * heads + h);
+        result[heads + h] = dv_of(chunk, owner * heads + h);
       }
-      for (const Unit* unit : tasks[task]) {
-        const int64_t row = (unit->b * p_.groups + group_of(unit->kv_begin)) * p_.keys * p_.columns;
-        worker.backward(*unit, g, dk.data(), dv.data(),
+      for (float* sums : result) std::fill(sums, sums + size, 0.0f);
+      const int64_t units = static_cast<int64_t>(tasks[task].size());
+      const bool is_long = units > kStretchUnits;
+      float* const* sums = is_long ? stretch.sums() : result.data();
+      for (int64_t i = 0; i < units; ++i) {
+        const Unit& unit = *tasks[task][i];
+        const int64_t row = (unit.b * p_.groups + group_of(unit.kv_begin)) * p_.keys * p_.columns;
+        worker.backward(unit, g, sums, sums + heads,
                         routing ? dpi_k.data() + chunk * routing + row : nullptr);
+        if (!is_long) continue;
+        stretch.mark(unit);
+        if ((i + 1) % kStretchUnits == 0 || i + 1 == units) stretch.settle(result.data());
       }
     }
   });
   for (int64_t i = 0; i < routing; ++i) {
-    float sum = 0;
+    double sum = 0;
     for (int64_t chunk = 0; chunk < chunks; ++chunk) sum += dpi_k[chunk * routing + i];
-    g.dpi_k[i] = sum;
+    g.dpi_k[i] = static_cast<float>(sum);
   }
   if (direct && chunks == 1) return;
   parallel_.run(all, [&](int64_t head) {

@@ -199,6 +199,7 @@ class Decode {
   // Sums of one query's portions, in the order of the tasks.
   void combine(float* out, float* lse) const {
     const int64_t size = p_.dim + 2, share = p_.share;
+    std::vector<double> total(p_.dim);
     int64_t task = 0;
     for (int64_t m = 0; m < members(); ++m) {
       int64_t end = task;
@@ -207,19 +208,20 @@ class Decode {
         for (int64_t j = 0; j < share; ++j) {
           const int64_t head = (m * p_.heads + h) * share + j;
           auto partial = [&](int64_t i) { return partials_.data() + (i * share + j) * size; };
-          float top = kLowest, sum = 0;
+          float top = kLowest;
+          double sum = 0;
           for (int64_t i = task + h; i < end; i += p_.heads) top = std::max(top, partial(i)[0]);
-          float* o = out + head * p_.dim;
-          std::fill(o, o + p_.dim, 0.0f);
+          std::fill(total.begin(), total.end(), 0.0);
           for (int64_t i = task + h; i < end; i += p_.heads) {
             const float* x = partial(i);
-            const float weight = std::exp2(x[0] - top);
+            const double weight = std::exp2(x[0] - top);
             sum += weight * x[1];
-            for (int64_t d = 0; d < p_.dim; ++d) o[d] += weight * x[2 + d];
+            for (int64_t d = 0; d < p_.dim; ++d) total[d] += weight * x[2 + d];
           }
-          const float inverse = sum == 0 ? 0 : 1 / sum;
-          for (int64_t d = 0; d < p_.dim; ++d) o[d] *= inverse;
-          lse[head] = sum == 0 ? -std::numeric_limits<float>::infinity() : top * kLn2 + std::log(sum);
+          const double inverse = sum == 0 ? 0 : 1 / sum;
+          for (int64_t d = 0; d < p_.dim; ++d)
+            out[head * p_.dim + d] = static_cast<float>(total[d] * inverse);
+          lse[head] = log_sum(top, sum);
         }
       task = end;
     }
@@ -324,17 +326,19 @@ class Decode {
 
     // Logits of one head to weights, in place; their sum.
     float exponentiate(const Task& task, int head, float maximum) const {
-      vf sum = vf{};
+      LongSum sum;
       for (int32_t i = task.first; i < task.last; ++i) {
         const Piece& piece = a_.pieces_[i];
+        vf part = vf{};
         float* s = score_.get() + head * stride_ + (i - task.first) * kPageKeys;
         for (int64_t lane = piece.lo / kWidth * kWidth; lane < piece.hi; lane += kWidth) {
           const vf e = exp2(load(s + lane) - maximum);
-          sum += e;
+          part += e;
           store(s + lane, e);
         }
+        sum.add(part);
       }
-      return horizontal_sum(sum);
+      return horizontal_sum(sum.high) + horizontal_sum(sum.low);
     }
 
     // o [heads][2 + dim] += weights times values, as many sums at once as there are registers for.

@@ -19,7 +19,7 @@ constexpr int64_t kRowBlock = 32;
 // Entries of a task where rows do not matter.
 constexpr int64_t kEntryBlock = 16384;
 
-inline float sum_of_squares(const float* x, int64_t count) { return dot_product(x, x, count); }
+inline double sum_of_squares(const float* x, int64_t count) { return dot_product(x, x, count); }
 
 // y = x r (1 + w), r = 1 / sqrt(mean(x^2) + eps) per row.
 inline void rms_norm(const float* x, const float* weight, float eps, int64_t rows, int64_t size,
@@ -29,7 +29,7 @@ inline void rms_norm(const float* x, const float* weight, float eps, int64_t row
     for (int64_t row = block * kRowBlock; row < end; ++row) {
       const float* in = x + row * size;
       float* out = y + row * size;
-      const float r = 1.0f / std::sqrt(sum_of_squares(in, size) / size + eps);
+      const float r = static_cast<float>(1 / std::sqrt(sum_of_squares(in, size) / size + eps));
       inverse[row] = r;
       int64_t i = 0;
       for (; i + kWidth <= size; i += kWidth)
@@ -73,9 +73,9 @@ inline void rms_norm_backward(const float* gradient, const float* x, const float
     }
   });
   for (int64_t i = 0; i < size; ++i) {
-    float total = 0;
+    double total = 0;
     for (int64_t block = 0; block < blocks; ++block) total += sums[block * size + i];
-    dweight[i] = total;
+    dweight[i] = static_cast<float>(total);
   }
 }
 

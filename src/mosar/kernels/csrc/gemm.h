@@ -6,7 +6,8 @@
 //
 // Lanes are query rows, so keys need no padding or alignment: any run of keys costs what it holds, and
 // softmax over keys never crosses lanes. Sums start at 0 and are added to the result once per block:
-// many short chains of additions round less than one long one. Matrices over lanes have kLanes columns, 64-byte aligned.
+// many short chains of additions round less than one long one. So does the sum over d, every kChain.
+// Matrices over lanes have kLanes columns, 64-byte aligned.
 #pragma once
 
 #include <algorithm>
@@ -19,29 +20,35 @@ constexpr int kKeyBlock = kManyRegisters ? 8 : 6;
 constexpr int kDimBlock = kManyRegisters ? 8 : 6;
 constexpr int kOuterKeys = kManyRegisters ? 6 : 3;
 constexpr int kOuterVectors = kManyRegisters ? 4 : 3;
+constexpr int64_t kChain = 32;
 
 template <int Keys>
 void score_block(const float* __restrict k, int64_t stride, const float* __restrict q, int64_t dim,
                  float* __restrict s) {
   vf sum[Keys][2];
+  for (int64_t from = 0; from < dim; from += kChain) {
+    const int64_t to = std::min(dim, from + kChain);
 #pragma GCC unroll 8
-  for (int i = 0; i < Keys; ++i) sum[i][0] = sum[i][1] = vf{};
-  for (int64_t d = 0; d < dim; ++d) {
-    if (d % 16 == 0)
+    for (int i = 0; i < Keys; ++i) sum[i][0] = sum[i][1] = vf{};
+    for (int64_t d = from; d < to; ++d) {
+      if (d % 16 == 0)
 #pragma GCC unroll 8
-      for (int i = 0; i < Keys; ++i) __builtin_prefetch(k + (i + Keys) * stride + d);
-    vf q0 = load(q + d * kLanes), q1 = load(q + d * kLanes + kWidth);
+        for (int i = 0; i < Keys; ++i) __builtin_prefetch(k + (i + Keys) * stride + d);
+      vf q0 = load(q + d * kLanes), q1 = load(q + d * kLanes + kWidth);
 #pragma GCC unroll 8
-    for (int i = 0; i < Keys; ++i) {
-      float x = k[i * stride + d];
-      sum[i][0] += x * q0;
-      sum[i][1] += x * q1;
+      for (int i = 0; i < Keys; ++i) {
+        float x = k[i * stride + d];
+        sum[i][0] += x * q0;
+        sum[i][1] += x * q1;
+      }
     }
-  }
 #pragma GCC unroll 8
-  for (int i = 0; i < Keys; ++i) {
-    store(s + i * kLanes, sum[i][0]);
-    store(s + i * kLanes + kWidth, sum[i][1]);
+    for (int i = 0; i < Keys; ++i)
+#pragma GCC unroll 2
+      for (int c = 0; c < 2; ++c) {
+        float* out = s + i * kLanes + c * kWidth;
+        store(out, from ? load(out) + sum[i][c] : sum[i][c]);
+      }
   }
 }
 

@@ -2,6 +2,7 @@
 // one source serves AVX-512, AVX2, SSE and NEON; and the two functions softmax needs, exp2 and tanh.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 
@@ -36,7 +37,6 @@ constexpr int kLanes = 2 * kWidth;
 
 constexpr double kLog2eDouble = 1.44269504088896341;
 constexpr float kLog2e = static_cast<float>(kLog2eDouble);
-constexpr float kLn2 = 0.693147180559945309f;
 // Scores of pairs that do not exist, and the smallest running maximum: exp2 of their difference is 0.
 constexpr float kMasked = -1e30f;
 constexpr float kLowest = -1e29f;
@@ -72,14 +72,35 @@ inline vf exp2_fraction(vf f) {
   return p * f + 1.0f;
 }
 
-inline float dot_product(const float* a, const float* b, int64_t count) {
-  vf sums = vf{};
+inline double dot_product(const float* a, const float* b, int64_t count) {
+  constexpr int64_t chain = 8 * kWidth;
+  double sum = 0;
   int64_t i = 0;
-  for (; i + kWidth <= count; i += kWidth) sums += load_unaligned(a + i) * load_unaligned(b + i);
-  float sum = horizontal_sum(sums);
-  for (; i < count; ++i) sum += a[i] * b[i];
+  while (i + kWidth <= count) {
+    const int64_t end = std::min(count, i + chain);
+    vf sums = vf{};
+    for (; i + kWidth <= end; i += kWidth) sums += load_unaligned(a + i) * load_unaligned(b + i);
+    for (int l = 0; l < kWidth; ++l) sum += sums[l];
+  }
+  for (; i < count; ++i) sum += static_cast<double>(a[i]) * b[i];
   return sum;
 }
+
+// A sum over many terms whose rounding errors are kept aside (Knuth's two-sum): its error does not
+// grow with their number.
+struct LongSum {
+  vf high = vf{}, low = vf{};
+  void add(vf x) {
+    const vf sum = high + x, added = sum - high;
+    low += (high - (sum - added)) + (x - added);
+    high = sum;
+  }
+};
+// So many terms are added up before they go into a long sum.
+constexpr int64_t kTerms = 8;
+
+// The whole part of log2 of a normal number.
+inline vf exponent(vf x) { return to_float((reinterpret_cast<vi>(x) >> 23) - 127); }
 
 // Below this exponent 2^x counts as 0. Far above the smallest float, so that products with it are
 // normal numbers: denormal ones cost a hundred cycles each.
