@@ -200,6 +200,7 @@ class Attention {
     LongSum sum[2];  // of exponentials
     alignas(64) float inverse[kLanes];  // backward: 1 / sum
     alignas(64) float delta[kLanes];  // dO·O - dlse
+    float dlse[kLanes];
     double dot[kLanes];               // dO·O
     double weight[kLanes], weighted_dprob[kLanes];  // sums of P and of P dP
     double* mixed;  // backward: [regimes][kLanes], sums of P times the coefficient of pi_q
@@ -824,7 +825,8 @@ class Attention::Worker {
       const float* dout = g.dout + group.row[l] * p_.dim;
       std::copy(dout, dout + p_.dim, row);
       group.dot[l] = dot_product(dout, g.out + group.row[l] * p_.dim, p_.dim);
-      group.delta[l] = static_cast<float>(group.dot[l] - g.dlse[group.row[l]]);
+      group.dlse[l] = g.dlse[group.row[l]];
+      group.delta[l] = static_cast<float>(group.dot[l] - group.dlse[l]);
     }
     group.blocks = 0;
     std::fill(group.mixed, group.mixed + p_.regimes * kLanes, 0.0);
@@ -842,12 +844,21 @@ class Attention::Worker {
     score(v, stride, count, group.d_o, p_.dim, dprob_);
     finish_scores(group, c, begin, end, block, slope_);
     const bool weighted = p_.bias == Bias::kWorth, capped = p_.softcap > 0;
+    auto probability = [&](int64_t j, int v) {
+      const int64_t at = j * kLanes + v * kWidth;
+      vf e = exp2(load(score_ + at) - load(group.max + v * kWidth));
+      e *= load(group.inverse + v * kWidth);
+      return weighted ? e * load(worth_ + at + (begin - block) * kLanes) : e;
+    };
+    if (weighted && holds_all(group, c, begin, end)) {
+      for (int64_t j = 0; j < count; ++j)
+        for (int v = 0; v < 2; ++v) store(prob_ + j * kLanes + v * kWidth, probability(j, v));
+      settle_delta(group, count);
+    }
     for (int64_t j = 0; j < count; ++j)
       for (int v = 0; v < 2; ++v) {
         const int64_t at = j * kLanes + v * kWidth, in_block = at + (begin - block) * kLanes;
-        vf e = exp2(load(score_ + at) - load(group.max + v * kWidth));
-        e *= load(group.inverse + v * kWidth);
-        if (weighted) e *= load(worth_ + in_block);
+        const vf e = probability(j, v);
         vf ds = e * (load(dprob_ + at) - load(group.delta + v * kWidth));
         store(prob_ + at, e);
         if (weighted) store(dbias_ + in_block, load(dbias_ + in_block) + ds);
@@ -859,6 +870,26 @@ class Attention::Worker {
     outer(score_, count, group.q_rows, dk + begin * dim_, dim_, dim_);
     accumulate(k, stride, score_, count, group.o, dim_);
     if (++group.blocks % kStretchBlocks == 0) settle(group);
+  }
+
+  // Whether keys [begin, end) of a class are all that the group reads.
+  bool holds_all(const Group& group, int64_t c, int32_t begin, int32_t end) const {
+    for (int64_t other = 0; other < p_.classes; ++other)
+      if (other != c && group.lo_min[other] < group.hi_max[other]) return false;
+    return begin == group.lo_min[c] && end == group.hi_max[c];
+  }
+
+  // Where a row has few keys, P may be nearly 1 and dP nearly delta: what is left must be that of the
+  // same rounded numbers, and dpi_k divides it by the worth.
+  void settle_delta(Group& group, int64_t count) const {
+    double weight[kLanes] = {}, weighted_dprob[kLanes] = {};
+    add_products(prob_, nullptr, count, weight);
+    add_products(prob_, dprob_, count, weighted_dprob);
+    for (int l = 0; l < group.count; ++l) {
+      if (weight[l] <= 0) continue;
+      group.dot[l] = weighted_dprob[l] / weight[l];
+      group.delta[l] = static_cast<float>(group.dot[l] - group.dlse[l]);
+    }
   }
 
   // What `finish_backward` needs to correct dpi_q.
