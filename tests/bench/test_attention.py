@@ -15,12 +15,12 @@ from typer.testing import CliRunner
 
 from benchmark_records import make_benchmark, make_wrong_benchmark
 from mosar.attention import mosar_attention
-from mosar.bench import attention, cases, memory
-from mosar.bench.attention import AttentionBenchmarkSettings, run_attention_benchmark
-from mosar.bench.cases import MODES, Case, Shape, build_problem
+from mosar.bench import attention, memory, problem
+from mosar.bench.attention import AttentionComparison
+from mosar.bench.comparison import Unavailable
 from mosar.bench.correctness import check_problem
-from mosar.bench.memory import _CLEAR, measure_peak
-from mosar.bench.targets import verdicts
+from mosar.bench.devices import Cpu
+from mosar.bench.problem import MODES, Case, Shape, build_problem
 from mosar.cli import app
 from mosar.core.hard_domain import build_hard_domain
 from mosar.records import Measurement, read_records
@@ -28,10 +28,10 @@ from processes import start, stop, wait_for
 
 TINY = ("--shapes", "4x2x8", "--lengths", "40,300", "--seconds", "0.001", "--memory", "none")
 QUICK = (*TINY, "--competitors", "sdpa,reference,ours")
-SETTINGS = AttentionBenchmarkSettings(
+COMPARISON = AttentionComparison(
     shapes=(Shape(4, 2, 8),),
     lengths=(40, 300),
-    memory_lengths=(),
+    memory=(),
     competitors=("sdpa", "ours"),
     seconds=0.001,
 )
@@ -59,7 +59,7 @@ def broken(monkeypatch):
             out[..., -1, :] += 1e-3
         return out
 
-    monkeypatch.setattr(cases, "mosar_attention", attend)
+    monkeypatch.setattr(problem, "mosar_attention", attend)
 
 
 def test_table_and_records(tmp_path):
@@ -83,17 +83,16 @@ def test_table_and_records(tmp_path):
 
 
 def test_density_is_the_exact_count():
-    (record,) = run_attention_benchmark(replace(SETTINGS, lengths=(300,)))
-    problem = build_problem(Case(mode="sparse", shape=Shape(4, 2, 8), length=300))
-    labels = (pi.argmax(dim=-1) for pi in (problem.pi_q, problem.pi_k))
-    assert record.density == build_hard_domain(*labels, problem.case.config).density
+    (record,) = replace(COMPARISON, lengths=(300,)).run()
+    drawn = build_problem(Case(mode="sparse", shape=Shape(4, 2, 8), length=300))
+    labels = (pi.argmax(dim=-1) for pi in (drawn.pi_q, drawn.pi_k))
+    assert record.density == build_hard_domain(*labels, drawn.case.config).density
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_checks_what_it_computes(mode):
-    (record,) = run_attention_benchmark(
-        replace(SETTINGS, modes=(mode,), lengths=(20,), competitors=("sdpa", "reference", "ours"))
-    )
+    names = ("sdpa", "reference", "ours")
+    (record,) = replace(COMPARISON, mode=(mode,), lengths=(20,), competitors=names).run()
     assert tuple(record.checks) == TENSORS[mode]
     assert record.correct, record.checks
     assert (record.density == 1) or mode.startswith("sparse")
@@ -128,10 +127,10 @@ def test_wrong_gradient_is_found():
         k = Doubled.apply(k) if impl == "auto" else k
         return mosar_attention(q, k, *arguments, impl=impl, **options)
 
-    problem = build_problem(Case(mode="sparse-train", shape=Shape(4, 2, 8), length=300))
+    drawn = build_problem(Case(mode="sparse-train", shape=Shape(4, 2, 8), length=300))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cases, "mosar_attention", attend)
-        checks = check_problem(problem)
+        patch.setattr(problem, "mosar_attention", attend)
+        checks = check_problem(drawn)
     assert [name for name, check in checks.items() if not check.passed] == ["dk"]
 
 
@@ -140,34 +139,36 @@ def test_not_a_number_is_wrong(monkeypatch):
         out = mosar_attention(*arguments, impl=impl, **options)
         return out * torch.nan if impl == "auto" else out
 
-    monkeypatch.setattr(cases, "mosar_attention", attend)
-    (record,) = run_attention_benchmark(replace(SETTINGS, lengths=(40,)))
+    monkeypatch.setattr(problem, "mosar_attention", attend)
+    (record,) = replace(COMPARISON, lengths=(40,)).run()
     assert record.checks["out"].error is None
     assert not record.correct
     json.dumps(record.to_dict(), allow_nan=False)
 
 
 def test_flex_is_left_out_where_it_cannot_or_need_not_run(monkeypatch):
-    monkeypatch.setattr(attention, "first_call", lambda call: pytest.fail("compiled"))
-    settings = replace(SETTINGS, competitors=None, lengths=(40,))
-    (record,) = run_attention_benchmark(settings)
+    monkeypatch.setattr(attention, "first_call", lambda name, call: pytest.fail("compiled"))
+    comparison = replace(COMPARISON, competitors=None, lengths=(40,))
+    (record,) = comparison.run()
     assert "1024 to 4096 tokens" in record.measurements["flex"].unavailable
-    settings = replace(settings, competitors=("flex", "ours"), modes=("sparse-train",))
-    (record,) = run_attention_benchmark(settings)
+    comparison = replace(comparison, competitors=("flex", "ours"), mode=("sparse-train",))
+    (record,) = comparison.run()
     assert "no backward pass" in record.measurements["flex"].unavailable
     assert record.speedup is None
 
 
 @pytest.mark.parametrize("failure", ["no compiler", "another result"])
 def test_flex_that_fails_gives_a_reason(monkeypatch, failure):
-    def first_call(call):
+    def first_call(name, call):
         if failure == "no compiler":
-            raise attention.FlexUnavailable("no compiler here")
+            raise Unavailable("no compiler here")
         return torch.zeros(1, 4, 40, 8)
 
     monkeypatch.setattr(attention, "first_call", first_call)
-    settings = replace(SETTINGS, competitors=("sdpa", "flex", "flex-sorted", "ours"), lengths=(40,))
-    (record,) = run_attention_benchmark(settings)
+    comparison = replace(
+        COMPARISON, competitors=("sdpa", "flex", "flex-sorted", "ours"), lengths=(40,)
+    )
+    (record,) = comparison.run()
     for name in ("flex", "flex-sorted"):
         assert failure in record.measurements[name].unavailable
     assert record.correct and record.speedup
@@ -189,33 +190,34 @@ def test_flex_computes_the_same(tmp_path):
             assert record.median_ms(name)
 
 
-@pytest.mark.skipif(not _CLEAR.exists(), reason="needs /proc/self/clear_refs")
+@pytest.mark.skipif(not memory._CLEAR.exists(), reason="needs /proc/self/clear_refs")
 def test_memory_holds_at_least_the_output():
     case = Case(mode="sparse", shape=Shape(8, 8, 64), length=4096)
     output = 8 * 4096 * 64 * 4
-    assert output <= measure_peak(case, "sdpa") < 8 * output
+    assert output <= Cpu().measure_peak(case, "sdpa") < 8 * output
 
 
 def test_memory_alone_makes_a_row(monkeypatch):
-    monkeypatch.setattr(memory, "measure_peak", lambda case, name: {"sdpa": 2, "ours": 3}[name])
-    settings = replace(SETTINGS, lengths=(40,), memory_lengths=(64,))
-    timed, remembered = run_attention_benchmark(settings)
+    peaks = {"sdpa": 2, "ours": 3}
+    monkeypatch.setattr(Cpu, "measure_peak", lambda self, case, name: peaks[name])
+    comparison = replace(COMPARISON, lengths=(40,), memory=(64,))
+    timed, remembered = comparison.run()
     assert (timed.memory_ratio, remembered.memory_ratio) == (None, 1.5)
     assert remembered.length == 64 and remembered.speedup is None
 
 
 def test_memory_is_measured_by_default_at_8192_or_the_largest_length():
-    assert AttentionBenchmarkSettings().remembered_lengths() == (8192,)
-    assert AttentionBenchmarkSettings(lengths=(64, 4096, 16384)).remembered_lengths() == (4096,)
-    assert AttentionBenchmarkSettings(lengths=(16384,)).remembered_lengths() == (0,)
-    assert len(AttentionBenchmarkSettings(lengths=(16384,)).cases()) == 3
+    assert AttentionComparison().memory_lengths == (8192,)
+    assert AttentionComparison(lengths=(64, 4096, 16384)).memory_lengths == (4096,)
+    assert AttentionComparison(lengths=(16384,)).memory_lengths == ()
+    assert len(AttentionComparison(lengths=(16384,)).cases()) == 3
 
 
 def test_default_rows():
-    default = AttentionBenchmarkSettings()
+    default = AttentionComparison()
     assert [case.length for case in default.cases()[:6]] == [256, 512, 1024, 2048, 4096, 8192]
     assert len(default.cases()) == 18
-    soft = AttentionBenchmarkSettings(modes=("soft-train",), shapes=default.shapes[:1])
+    soft = AttentionComparison(mode=("soft-train",), shapes=default.shapes[:1])
     assert [case.length for case in soft.cases()] == [2048, 8192]
 
 
@@ -274,14 +276,14 @@ def test_failures_are_one_line_before_anything_is_measured(tmp_path, monkeypatch
 
 
 def test_interruption_keeps_what_was_measured(tmp_path, monkeypatch):
-    measure = attention._measure
+    measure = AttentionComparison.measure
 
-    def interrupted(case, *arguments):
+    def interrupted(self, case, report):
         if case.length == 300:
             raise KeyboardInterrupt
-        return measure(case, *arguments)
+        return measure(self, case, report)
 
-    monkeypatch.setattr(attention, "_measure", interrupted)
+    monkeypatch.setattr(AttentionComparison, "measure", interrupted)
     path = tmp_path / "a.jsonl"
     result = bench(*QUICK, "--json", path)
     assert result.exit_code == 130
@@ -327,15 +329,17 @@ def test_plot_is_drawn(tmp_path):
     ],
 )
 def test_targets(changes, expected):
-    assert [tuple(verdict) for verdict in verdicts(make_benchmark(**changes))] == expected
+    assert [
+        tuple(verdict) for verdict in COMPARISON.verdicts(make_benchmark(**changes))
+    ] == expected
 
 
 def test_a_wrong_result_meets_no_target():
-    assert verdicts(make_wrong_benchmark()) == []
+    assert COMPARISON.verdicts(make_wrong_benchmark()) == []
 
 
 @pytest.mark.parametrize(("ours", "met"), [(200, True), (201, False)])
 def test_memory_target(ours, met):
     measurements = {"sdpa": Measurement(peak_bytes=100), "ours": Measurement(peak_bytes=ours)}
     record = make_benchmark(mode="soft-train", measurements=measurements, plan=Measurement())
-    assert verdicts(record) == [("memory ≤ 2× SDPA", met)]
+    assert COMPARISON.verdicts(record) == [("memory ≤ 2× SDPA", met)]

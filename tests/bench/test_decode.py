@@ -12,24 +12,15 @@ import torch
 from typer.testing import CliRunner
 
 from mosar.bench import decode
-from mosar.bench.cases import Shape
-from mosar.bench.decode import (
-    DecodeBenchmarkSettings,
-    DecodeCase,
-    DenseSteps,
-    OurSteps,
-    build_problem,
-    check_steps,
-    run_decode_benchmark,
-)
-from mosar.bench.decode_table import verdicts
+from mosar.bench.decode import DecodeComparison, DenseSteps, OurSteps, build_steps, check_steps
+from mosar.bench.problem import Case, Shape
 from mosar.cli import app
 from mosar.core.hard_domain import build_hard_domain
 from mosar.model.regime_cache import RegimeLayerCache
 from mosar.records import DecodeBenchmark, ErrorCheck, Measurement, read_records
 
 TINY = ("--shapes", "4x2x8", "--lengths", "40,300", "--seconds", "0.001")
-SETTINGS = DecodeBenchmarkSettings(shapes=(Shape(4, 2, 8),), lengths=(40, 300), seconds=0.001)
+COMPARISON = DecodeComparison(shapes=(Shape(4, 2, 8),), lengths=(40, 300), seconds=0.001)
 
 
 def bench(*arguments):
@@ -83,13 +74,13 @@ def test_table_and_records(tmp_path):
 
 
 def test_keys_read_are_those_of_the_support():
-    case = DecodeCase(shape=Shape(4, 2, 8), length=300)
-    problem = build_problem(case)
-    (record,) = run_decode_benchmark(replace(SETTINGS, lengths=(300,)))
+    problem = build_steps(Case(mode="sparse", shape=Shape(4, 2, 8), length=300))
+    (record,) = replace(COMPARISON, lengths=(300,)).run()
+    labels_q, labels_k = problem.labels
     padded = torch.zeros(1, 300, dtype=torch.int64)
-    padded[:, case.start :] = problem.labels_q
-    mask = build_hard_domain(padded, problem.labels_k, case.config).mask[:, case.start :]
-    assert record.keys_read == mask.sum().item() / case.steps
+    padded[:, -128:] = labels_q
+    mask = build_hard_domain(padded, labels_k, problem.case.config).mask[:, -128:]
+    assert record.keys_read == mask.sum().item() / 128
     assert record.gigabytes_per_second("ours") == pytest.approx(
         record.keys_read * 2 * 2 * 8 * 4 / (record.median_ms("ours") * 1e6)
     )
@@ -97,10 +88,10 @@ def test_keys_read_are_those_of_the_support():
 
 @pytest.mark.parametrize("shape", [Shape(4, 2, 8), Shape(3, 3, 8), Shape(6, 1, 4)])
 def test_every_form_of_the_dense_step_is_causal_attention(shape):
-    problem = build_problem(DecodeCase(shape=shape, length=40))
-    case, share = problem.case, shape.heads // shape.kv_heads
+    problem = build_steps(Case(mode="sparse", shape=shape, length=40))
+    share = shape.heads // shape.kv_heads
     k, v = (x.repeat_interleave(share, dim=1) for x in (problem.k, problem.v))
-    mask = torch.ones(case.length, case.length, dtype=torch.bool).tril()[case.start :]
+    mask = torch.ones(40, 40, dtype=torch.bool).tril()[20:]
     expected = torch.nn.functional.scaled_dot_product_attention(problem.q, k, v, attn_mask=mask)
     for form in DenseSteps.FORMS:
         found = DenseSteps(problem, form).outputs()
@@ -108,7 +99,7 @@ def test_every_form_of_the_dense_step_is_causal_attention(shape):
 
 
 def test_a_pass_ends_at_the_length_and_can_be_repeated():
-    problem = build_problem(DecodeCase(shape=Shape(4, 2, 8), length=300))
+    problem = build_steps(Case(mode="sparse", shape=Shape(4, 2, 8), length=300))
     ours = OurSteps(problem)
     for _ in range(2):
         assert ours() > 0
@@ -144,7 +135,7 @@ def test_not_a_number_is_wrong(monkeypatch):
             return super().attend(*arguments, **options) * torch.nan
 
     monkeypatch.setattr(decode, "RegimeLayerCache", Broken)
-    problem = build_problem(DecodeCase(shape=Shape(4, 2, 8), length=40))
+    problem = build_steps(Case(mode="sparse", shape=Shape(4, 2, 8), length=40))
     assert check_steps(problem).error is None
 
 
@@ -205,7 +196,7 @@ def test_failures_are_one_line(tmp_path, monkeypatch, arguments, part):
     ],
 )
 def test_targets(changes, expected):
-    assert [tuple(verdict) for verdict in verdicts(make_record(**changes))] == expected
+    assert COMPARISON.verdicts(make_record(**changes)) == expected
 
 
 def test_record_ratios():
@@ -214,4 +205,4 @@ def test_record_ratios():
     assert record.memory_ratio == 0.3
     slow = make_record(measurements={"sdpa": Measurement(samples_ms=(1.0,))})
     assert slow.speedup is None
-    assert verdicts(slow) == [("cache ≤ 0.35", True)]
+    assert COMPARISON.verdicts(slow) == [("cache ≤ 0.35", True)]

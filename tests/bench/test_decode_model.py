@@ -5,6 +5,7 @@ Nothing here looks at how long something takes.
 
 import builtins
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,20 +16,19 @@ from mosar.bench import decode_model
 from mosar.bench.decode_model import (
     STEPS,
     DenseSteps,
-    ModelDecodeSettings,
+    ModelDecodeComparison,
     RegimeSteps,
     Text,
     TransformersSteps,
     check_steps,
-    run_model_decode_benchmark,
 )
-from mosar.bench.decode_table import model_verdicts
 from mosar.cli import app
 from mosar.model.decoder import Decoder
 from mosar.records import ErrorCheck, Measurement, ModelDecodeBenchmark, read_records
 
 CONFIG = MoSARConfig.scaled(64)
-SETTINGS = ModelDecodeSettings(model="tiny", lengths=(200,), config=CONFIG, seconds=0.001)
+COMPARISON = ModelDecodeComparison(model="tiny", lengths=(200,), config=CONFIG, seconds=0.001)
+(CASE,) = COMPARISON.cases()
 TINY = ("--model", "tiny", "--lengths", "40,200", "--seconds", "0.001")
 
 
@@ -60,7 +60,7 @@ def test_table_and_records(tmp_path):
     for name in ("tokens/s", "transformers", "dense", "speed-up", "cache", "target", "tiny"):
         assert name in result.stdout
     assert "Labels: independent, seed 0" in result.stdout
-    assert "tiny, n = 200" in result.stderr
+    assert "4x2x8, n = 200" in result.stderr
     first, second = read_records(path)
     assert (first.length, second.length) == (40, 200)
     assert list(second.measurements) == ["transformers", "dense", "ours"]
@@ -74,7 +74,7 @@ def test_table_and_records(tmp_path):
 
 @torch.inference_mode()
 def test_passes_begin_where_the_first_did():
-    text = Text(SETTINGS, 200)
+    text = Text(CASE, "tiny")
     for steps in (RegimeSteps(text), DenseSteps(text), TransformersSteps(text)):
         before = steps.outputs(STEPS)
         assert steps() > 0
@@ -84,7 +84,7 @@ def test_passes_begin_where_the_first_did():
 @torch.inference_mode()
 def test_dense_steps_read_every_key():
     """Of our rope over the given keys; its weights are those of ours."""
-    text = Text(SETTINGS, 200)
+    text = Text(CASE, "tiny")
     steps = DenseSteps(text)
     assert steps.cache.slots == text.start == 200 - STEPS
     first = steps.outputs(1)
@@ -102,7 +102,7 @@ def test_dense_steps_read_every_key():
 
 @torch.inference_mode()
 def test_labels_are_the_drawn_ones():
-    text = Text(SETTINGS, 200)
+    text = Text(CASE, "tiny")
     steps = RegimeSteps(text)
     steps.outputs(STEPS)
     for index, cache in enumerate(steps.cache):
@@ -116,8 +116,7 @@ def test_labels_are_the_drawn_ones():
 
 def test_groups_and_sinks():
     config = MoSARConfig(max_length=64, regimes=CONFIG.regimes, routing_groups=2, num_sinks=3)
-    settings = ModelDecodeSettings(model="tiny", lengths=(200,), config=config, seconds=0.001)
-    (record,) = run_model_decode_benchmark(settings)
+    (record,) = replace(COMPARISON, config=config).run()
     assert record.correct and record.speedup("dense") > 0
 
 
@@ -149,9 +148,9 @@ def test_wrong_result_gets_no_speedup(tmp_path, broken):
 
 @torch.inference_mode()
 def test_the_check_finds_missing_keys():
-    steps = RegimeSteps(Text(SETTINGS, 200))
+    steps = RegimeSteps(Text(CASE, "tiny"))
     assert check_steps(steps).passed
-    steps = RegimeSteps(Text(SETTINGS, 200))
+    steps = RegimeSteps(Text(CASE, "tiny"))
     for cache in steps.cache:
         k, v = (torch.randn(1, 2, 1, 8) for _ in range(2))
         cache.crop(-1)
@@ -176,8 +175,8 @@ def test_without_transformers(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        (("--model", "gpt"), "model must be one of ['smollm2', 'tiny'], got 'gpt'"),
-        (("--lengths", "16"), "lengths must be above 16"),
+        (("--model", "gpt"), "model must be one of smollm2, tiny, got 'gpt'"),
+        (("--lengths", "16"), "lengths must be at least 17, got 16"),
         (("--labels", "random"), "labels must be one of"),
         (("--seconds", "0"), "seconds must be more than 0"),
     ],
@@ -202,7 +201,7 @@ def test_wrong_usage_exits_2(arguments, part):
     ],
 )
 def test_targets(changes, expected):
-    assert [tuple(verdict) for verdict in model_verdicts(make_record(**changes))] == expected
+    assert COMPARISON.verdicts(make_record(**changes)) == expected
 
 
 def test_record_ratios():

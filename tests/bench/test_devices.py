@@ -1,27 +1,29 @@
 """`mosar bench attention --device cuda` without a GPU: its clock, its memory, its rows."""
 
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from benchmark_records import make_benchmark
-from mosar.bench import attention, cases, devices
-from mosar.bench.attention import AttentionBenchmarkSettings, run_attention_benchmark
-from mosar.bench.cases import Case, Shape, build_problem
-from mosar.bench.devices import Cuda, DeviceUnavailable, open_device
-from mosar.bench.table import attention_footer
-from mosar.bench.targets import verdicts
+from mosar.bench import attention, devices, problem
+from mosar.bench.attention import AttentionComparison
+from mosar.bench.comparison import Unavailable
+from mosar.bench.correctness import check_problem
+from mosar.bench.devices import Cuda, open_device
+from mosar.bench.problem import Case, Shape, build_problem
+from mosar.bench.table import footer
 from mosar.cli import app
 from mosar.kernels import triton as package
 
 triton = pytest.importorskip("triton")
 
-SETTINGS = AttentionBenchmarkSettings(
+COMPARISON = AttentionComparison(
     shapes=(Shape(4, 2, 8),),
     lengths=(40,),
-    memory_lengths=(40,),
+    memory=(40,),
     competitors=("sdpa", "flash", "ours"),
     seconds=0.001,
     device="cuda",
@@ -98,13 +100,13 @@ def test_time_is_the_gpus(gpu):
 
 
 def test_peak_is_above_what_was_there(gpu, monkeypatch):
-    def make_call(problem, competitor):
+    def prepare_call(case, competitor):
         def call():
             gpu.peak = max(gpu.peak, gpu.allocated + 700)
 
         return call
 
-    monkeypatch.setattr(devices, "call_of", make_call)
+    monkeypatch.setattr(devices, "prepare_call", prepare_call)
     case = Case(mode="sparse", shape=Shape(4, 2, 8), length=40)
     assert Cuda(place="cpu").measure_peak(case, "ours") == 700
 
@@ -123,10 +125,7 @@ def test_rows(benchmark, monkeypatch, mode, installed):
     if not installed:
         monkeypatch.setitem(sys.modules, "triton", None)
         monkeypatch.setattr(package, "_machine_obstacle", lambda device: "it needs Triton")
-    settings = AttentionBenchmarkSettings(
-        **{**SETTINGS.__dict__, "modes": (mode,), "memory_lengths": ()}
-    )
-    (record,) = run_attention_benchmark(settings)
+    (record,) = replace(COMPARISON, mode=(mode,), memory=()).run()
     assert record.correct
     assert record.environment["device"] == "Pretended GPU"
     assert record.environment["dtype"] == "float32"
@@ -134,12 +133,13 @@ def test_rows(benchmark, monkeypatch, mode, installed):
         assert len(record.measurements[name].samples_ms) >= 5, record.measurements[name]
     assert record.plan.samples_ms
     kernels = f"Triton {triton.__version__}" if installed else "no Triton"
-    assert f"Pretended GPU, float32; {kernels}" in attention_footer([record])
-    assert "fresh process" not in attention_footer([record])
+    said = footer([record], COMPARISON.notes([record]))
+    assert f"Pretended GPU, float32; {kernels}" in said
+    assert "fresh process" not in said
 
 
 def test_memory_row(benchmark, monkeypatch):
-    (record,) = run_attention_benchmark(SETTINGS)
+    (record,) = replace(COMPARISON).run()
     assert record.peak_bytes("ours") is not None
     assert record.peak_bytes("sdpa") is not None
 
@@ -148,37 +148,38 @@ def test_flash_that_does_not_serve_gives_its_reason(benchmark, monkeypatch):
     def attend(problem):
         raise RuntimeError("No available kernel. Aborting execution.")
 
-    monkeypatch.setattr(cases, "_attend_flash", attend)
-    (record,) = run_attention_benchmark(SETTINGS)
+    monkeypatch.setattr(problem, "_attend_flash", attend)
+    (record,) = replace(COMPARISON).run()
     assert "No available kernel" in record.measurements["flash"].unavailable
     assert record.speedup
 
 
 def test_half_precision_is_checked_in_its_own_budget():
-    problem = build_problem(Case(mode="sparse", shape=Shape(4, 2, 8), length=80, dtype="bfloat16"))
-    assert problem.q.dtype == torch.bfloat16 and problem.pi_q.dtype == torch.float32
-    checks = attention.check_problem(problem)
+    drawn = build_problem(Case(mode="sparse", shape=Shape(4, 2, 8), length=80, dtype="bfloat16"))
+    assert drawn.q.dtype == torch.bfloat16 and drawn.pi_q.dtype == torch.float32
+    checks = check_problem(drawn)
     assert checks["out"].passed
     assert checks["out"].budget > 1e-3
 
 
 def test_default_rows_of_a_gpu():
-    settings = AttentionBenchmarkSettings(device="cuda")
-    assert "flash" in settings.chosen_competitors
-    assert "flash" not in AttentionBenchmarkSettings().chosen_competitors
-    lengths = [case.length for case in settings.cases()[:6]]
+    comparison = AttentionComparison(device="cuda")
+    assert "flash" in comparison.chosen_competitors
+    assert "flash" not in AttentionComparison().chosen_competitors
+    lengths = [case.length for case in comparison.cases()[:6]]
     assert lengths == [1024, 2048, 4096, 8192, 16384, 32768]
 
 
 def test_a_gpu_has_no_targets():
     record = make_benchmark()
-    assert verdicts(record)
-    assert not verdicts(make_benchmark(environment=record.environment | {"device": "Some GPU"}))
+    assert COMPARISON.verdicts(record)
+    on_gpu = make_benchmark(environment=record.environment | {"device": "Some GPU"})
+    assert not COMPARISON.verdicts(on_gpu)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_one_line_says_so():
-    with pytest.raises(DeviceUnavailable, match="needs a GPU, and torch sees none"):
+    with pytest.raises(Unavailable, match="needs a GPU, and torch sees none"):
         open_device("cuda", None)
     result = CliRunner().invoke(app, ["bench", "attention", "--device", "cuda", "--lengths", "40"])
     assert result.exit_code == 1

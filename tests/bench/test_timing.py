@@ -5,7 +5,7 @@ import gc
 import pytest
 
 from mosar.bench import timing
-from mosar.bench.timing import gemm_gflops, interleave
+from mosar.bench.timing import interleave, interleave_passes
 
 
 @pytest.fixture
@@ -71,5 +71,17 @@ def test_garbage_collection_is_off_while_timing_and_on_again_after_an_error():
     assert gc.isenabled()
 
 
-def test_gemm_rate_is_a_rate():
-    assert gemm_gflops(size=64, runs=2) > 0
+def test_passes_give_their_own_times(clock):
+    order = []
+
+    def one_pass(name, seconds):
+        def run():
+            order.append(name)
+            clock.now += 0.5
+            return seconds
+
+        return run
+
+    samples = interleave_passes({"a": one_pass("a", 0.1), "b": one_pass("b", 0.2)}, seconds=6.1)
+    assert order == [*"ab", *"abba" * 3]
+    assert samples == {"a": pytest.approx([100] * 6), "b": pytest.approx([200] * 6)}

@@ -1,32 +1,38 @@
 """Attention, ours against others: `mosar bench attention`.
 
-Per row: draw the problem, check ours against float64, time everybody interleaved, measure memory.
-
-    sdpa          torch's dense causal attention, without any geometry: the one to beat
-    flash         the same, FlashAttention and nothing else (GPU)
-    reference     our dense definition in plain PyTorch
-    flex          FlexAttention compiled, tokens as they come
-    flex-sorted   FlexAttention compiled, tokens sorted by our plan
-    ours          the public operator with impl="auto"
+sdpa          torch's dense causal attention, without any geometry: the one to beat
+flash         the same, FlashAttention and nothing else (GPU)
+reference     our dense definition in plain PyTorch
+flex          FlexAttention compiled, tokens as they come
+flex-sorted   FlexAttention compiled, tokens sorted by our plan
+ours          the public operator with impl="auto"
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from itertools import accumulate
 
 from torch import Tensor
 
-from mosar.bench.cases import MODES, Case, Problem, Shape, build_problem, call_of
-from mosar.bench.correctness import check_problem, exact_rows
-from mosar.bench.devices import DEVICES, DTYPES, Device, open_device
-from mosar.bench.flex import FlexUnavailable, first_call, flex_call
-from mosar.bench.labels import DRAWN, make_labels
-from mosar.bench.memory import MemoryUnavailable
+from mosar.bench.comparison import (
+    Report,
+    RoutedComparison,
+    Unavailable,
+    build_competitors,
+    check_lengths,
+    check_names,
+    with_memory,
+    with_times,
+)
+from mosar.bench.correctness import check_problem, choose_rows, dense_rows, largest_error
+from mosar.bench.devices import DEVICES, DTYPES, Cpu, Cuda, open_device
+from mosar.bench.flex import first_call, flex_call
+from mosar.bench.problem import MODES, Case, Problem, Shape, build_problem, call_of, count_pairs
+from mosar.bench.table import MIB, Column, Verdict, significant
 from mosar.bench.timing import interleave
-from mosar.core.config import MoSARConfig
-from mosar.core.hard_domain import build_hard_domain
 from mosar.core.layout import resolve_layout
 from mosar.kernels.build import NativeBuildError
 from mosar.kernels.plan import Plan, PlanInput, build_plan, dense_plan_input, sparse_plan_input
@@ -34,19 +40,15 @@ from mosar.records import AttentionBenchmark, Measurement, environment
 
 COMPETITORS = ("sdpa", "flash", "reference", "flex", "flex-sorted", "ours")
 SHAPES = (Shape(8, 1, 256), Shape(8, 8, 64), Shape(9, 3, 64))
+# By device and mode; a GPU is idle in short ones.
 _LENGTHS = {
-    "sparse": (256, 512, 1024, 2048, 4096, 8192),
-    "sparse-train": (2048, 8192),
-    "soft-train": (2048,),
-    "distance-train": (2048,),
+    "cpu": {"sparse": (256, 512, 1024, 2048, 4096, 8192), "sparse-train": (2048, 8192)},
+    "cuda": {
+        "sparse": (1024, 2048, 4096, 8192, 16384, 32768),
+        "sparse-train": (2048, 8192, 32768),
+    },
 }
-# A GPU is idle in short ones.
-_LENGTHS_CUDA = {
-    "sparse": (1024, 2048, 4096, 8192, 16384, 32768),
-    "sparse-train": (2048, 8192, 32768),
-    "soft-train": (2048, 8192),
-    "distance-train": (2048, 8192),
-}
+_OTHER_LENGTHS = {"cpu": (2048,), "cuda": (2048, 8192)}
 _MEMORY_LENGTH = 8192
 # The reference holds several n x n tensors a head.
 _REFERENCE_LENGTH = 2048
@@ -54,49 +56,47 @@ _REFERENCE_LENGTH = 2048
 _FLEX_LENGTHS = (1024, 4096)
 # How far a competitor may be off, relative to the largest entry, and still do the same task.
 _SAME_TASK = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 4e-2}
+_DESCRIPTIONS = {
+    "sparse": "forward, the pairs of the support only",
+    "sparse-train": "forward + backward, the pairs of the support only",
+    "soft-train": "forward + backward of soft routing, all pairs",
+    "distance-train": "forward + backward with a soft-cap, all pairs",
+}
+# Targets on two cores in float32: the share of 1 / rho over dense SDPA that sparse routing must
+# reach from 8192 tokens on.
+_FORWARD = {"8x1x256": 0.8, "9x3x64": 0.7, "8x8x64": 0.6}
+_BACKWARD = {"8x1x256": 0.6, "9x3x64": 0.45, "8x8x64": 0.45}
 
 Call = Callable[[], tuple[Tensor, ...]]
-Report = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionBenchmarkSettings:
-    """Which rows are measured and how; checks itself."""
-
-    modes: tuple[str, ...] = ("sparse",)
+class AttentionComparison(RoutedComparison[AttentionBenchmark]):
+    mode: tuple[str, ...] = ("sparse",)
     shapes: tuple[Shape, ...] = SHAPES
     lengths: tuple[int, ...] | None = None
     """Lengths that are timed; None: those of the mode."""
-    memory_lengths: tuple[int, ...] | None = None
+    memory: tuple[int, ...] | None = None
     """Lengths whose memory is measured; None: 8192, or the largest given one up to it."""
     competitors: tuple[str, ...] | None = None
     """Some of COMPETITORS; None: all that make sense on the device."""
-    labels: str = "independent"
-    """One of labels.DRAWN or a file."""
-    seed: int = 0
     seconds: float = 10.0
-    """About how long the competitors of a row are timed, all together."""
-    config: MoSARConfig = field(default_factory=MoSARConfig)
     device: str = "cpu"
     dtype: str | None = None
     """Of q, k and v; None: float32 on the CPU, bfloat16 on a GPU."""
 
     def __post_init__(self) -> None:
-        _check_names("device", (self.device,), DEVICES)
-        _check_names("dtype", () if self.dtype is None else (self.dtype,), DTYPES, least=0)
+        check_names("device", (self.device,), DEVICES)
+        if self.dtype is not None:
+            check_names("dtype", (self.dtype,), DTYPES)
         if self.device == "cpu" and self.dtype not in (None, "float32"):
             raise ValueError(f"on the CPU dtype must be float32, got {self.dtype!r}")
-        _check_names("mode", self.modes, MODES)
-        _check_names("competitor", self.chosen_competitors, self._known_competitors)
+        check_names("mode", self.mode, MODES)
+        check_names("competitor", self.chosen_competitors, self._known_competitors)
         if not self.shapes:
             raise ValueError("at least one shape is needed")
-        for length in (*(self.lengths or (1,)), *(self.memory_lengths or (1,))):
-            if length < 1:
-                raise ValueError(f"lengths must be at least 1, got {length}")
-        if self.labels not in DRAWN and not self.labels.endswith(".npz"):
-            raise ValueError(f"labels must be one of {DRAWN} or FILE.npz, got {self.labels!r}")
-        if not self.seconds > 0:
-            raise ValueError(f"seconds must be more than 0, got {self.seconds}")
+        check_lengths(self.memory)
+        super().__post_init__()
 
     @property
     def _known_competitors(self) -> tuple[str, ...]:
@@ -105,167 +105,200 @@ class AttentionBenchmarkSettings:
 
     @property
     def chosen_competitors(self) -> tuple[str, ...]:
-        if self.competitors is not None:
-            return self.competitors
-        return self._known_competitors
+        return self._known_competitors if self.competitors is None else self.competitors
 
     def timed_lengths(self, mode: str) -> tuple[int, ...]:
         if self.lengths is not None:
             return self.lengths
-        return (_LENGTHS if self.device == "cpu" else _LENGTHS_CUDA)[mode]
+        return _LENGTHS[self.device].get(mode, _OTHER_LENGTHS[self.device])
 
-    def remembered_lengths(self) -> tuple[int, ...]:
-        """The lengths whose memory is measured."""
-        if self.memory_lengths is not None:
-            return self.memory_lengths
+    @property
+    def memory_lengths(self) -> tuple[int, ...]:
+        if self.memory is not None:
+            return self.memory
         if self.lengths is None:
             return (_MEMORY_LENGTH,)
-        return (max((n for n in self.lengths if n <= _MEMORY_LENGTH), default=0),)
+        return tuple(sorted(n for n in self.lengths if n <= _MEMORY_LENGTH)[-1:])
 
     def cases(self) -> list[Case]:
-        """One a row, shape by shape."""
-        common = {"labels": self.labels, "seed": self.seed, "config": self.config}
         return [
-            Case(mode=mode, shape=shape, length=length, **common)
-            for mode in self.modes
-            for shape in self.shapes
-            for length in sorted({*self.timed_lengths(mode), *self.remembered_lengths()} - {0})
+            case
+            for mode in self.mode
+            for case in self.draw_cases(
+                self.shapes, sorted({*self.timed_lengths(mode), *self.memory_lengths}), mode
+            )
         ]
 
+    @cached_property
+    def opened(self) -> Cpu | Cuda:
+        return open_device(self.device, self.dtype)
 
-def run_attention_benchmark(
-    settings: AttentionBenchmarkSettings, report: Report = lambda step: None
-) -> Iterator[AttentionBenchmark]:
-    """Measures row by row; `report` is told what is being done. Labels are checked at once."""
-    device = open_device(settings.device, settings.dtype)
-    cases = [replace(case, device=device.place, dtype=device.dtype) for case in settings.cases()]
-    # A long run must not find out at its end that there are too few labels.
-    sparse_lengths = [case.length for case in cases if case.is_sparse]
-    if sparse_lengths:
-        make_labels(settings.labels, max(sparse_lengths), settings.seed, settings.config)
+    def prepare(self) -> None:
+        super().prepare()
+        _ = self.opened
 
-    def rows() -> Iterator[AttentionBenchmark]:
+    def run(self, report: Report = lambda step: None) -> Iterator[AttentionBenchmark]:
+        def keep_peak(before: AttentionBenchmark, row: AttentionBenchmark) -> AttentionBenchmark:
+            # Whoever else used the machine at one moment must not set its peak.
+            return replace(row, gemm_gflops=max(before.gemm_gflops, row.gemm_gflops))
+
+        return accumulate(super().run(report), keep_peak)
+
+    def measure(self, case: Case, report: Report) -> AttentionBenchmark:
         report("the speed of a large matrix product")
-        peak = 0.0
-        for case in cases:
-            # Again at every row: whoever else used the machine at one moment must not set the peak.
-            peak = max(peak, device.gemm_gflops())
-            yield _measure(case, settings, device, peak, report)
-
-    return rows()
-
-
-def _measure(
-    case: Case,
-    settings: AttentionBenchmarkSettings,
-    device: Device,
-    peak: float,
-    report: Report,
-) -> AttentionBenchmark:
-    row = f"{case.mode} {case.shape}, n = {case.length}"
-    report(f"{row}: checking against float64")
-    problem = build_problem(case)
-    pairs, causal_pairs = _count_pairs(problem)
-    record = AttentionBenchmark(
-        mode=case.mode,
-        **case.shape._asdict(),
-        length=case.length,
-        labels=Path(case.labels).name if case.is_sparse else "none",
-        seed=case.seed,
-        pairs=pairs,
-        causal_pairs=causal_pairs,
-        gemm_gflops=peak,
-        checks=check_problem(problem),
-        measurements={},
-        plan=Measurement(),
-        environment=environment() | device.describe(),
-    )
-    if not record.correct:
-        return record
-    if case.length in settings.timed_lengths(case.mode):
-        record = _with_times(
-            record, problem, settings, device, lambda step: report(f"{row}: {step}")
+        device = self.opened
+        peak = device.gemm_gflops()
+        report("checking against float64")
+        problem = build_problem(replace(case, device=device.place, dtype=device.dtype))
+        pairs, causal_pairs = count_pairs(problem)
+        record = AttentionBenchmark(
+            mode=case.mode,
+            **case.record_fields(),
+            **case.shape._asdict(),
+            pairs=pairs,
+            causal_pairs=causal_pairs,
+            gemm_gflops=peak,
+            checks=check_problem(problem),
+            measurements={},
+            plan=Measurement(),
+            environment=environment() | device.describe(),
         )
-    if case.length in settings.remembered_lengths():
-        report(f"{row}: memory")
-        record = _with_memory(record, case, settings, device)
-    return record
+        if record.correct and case.length in self.timed_lengths(case.mode):
+            record = self._with_times(record, problem, report)
+        if record.correct and case.length in self.memory_lengths:
+            report("memory")
+            asked = [name for name in ("sdpa", "ours") if name in self.chosen_competitors]
+            record = with_memory(record, asked, partial(device.measure_peak, problem.case))
+        return record
+
+    def _with_times(
+        self, record: AttentionBenchmark, problem: Problem, report: Report
+    ) -> AttentionBenchmark:
+        calls, missing = build_competitors(
+            self.chosen_competitors, lambda name: self._build_call(name, problem, report)
+        )
+        report("timing " + ", ".join(calls))
+        timed: dict[str, Callable[[], object]] = dict(calls)
+        if "ours" in calls:
+            timed["plan"] = _plan_call(problem)
+        for call in timed.values():
+            self.opened.warm_up(call)
+        times = interleave(timed, seconds=self.seconds, time_calls=self.opened.seconds)
+        plan = Measurement(samples_ms=times.pop("plan", ()))
+        return with_times(replace(record, measurements=missing, plan=plan), times)
+
+    def _build_call(self, name: str, problem: Problem, report: Report) -> Call:
+        """The call of a competitor, which has given our result where it should."""
+        case, (first, last) = problem.case, _FLEX_LENGTHS
+        if name == "reference" and case.length > _REFERENCE_LENGTH:
+            raise Unavailable(
+                f"the reference holds n x n tensors; timed up to n = {_REFERENCE_LENGTH}"
+            )
+        if not name.startswith("flex"):
+            call = call_of(problem, name)
+            if name == "flash":
+                first_call("FlashAttention", call)
+            return call
+        unasked = self.device == "cpu" and self.competitors is None
+        if unasked and not first <= case.length <= last:
+            raise Unavailable(
+                f"compiled for {first} to {last} tokens unless it is asked for by name"
+            )
+        report(f"compiling {name}")
+        call = flex_call(problem, is_sorted=name == "flex-sorted")
+        out = first_call("FlexAttention", call)
+        rows = choose_rows(case.length, case.seed)
+        exact = dense_rows(problem, rows, out.double().dtype)[0]
+        error = largest_error(out[:, :, rows], exact) / float(exact.abs().max())
+        if not error <= _SAME_TASK[case.dtype]:
+            raise Unavailable(f"compiled FlexAttention is wrong here, off by {error:.1e}")
+        return call
+
+    def title_of(self, record: AttentionBenchmark) -> str:
+        return f"{record.mode}: {_DESCRIPTIONS[record.mode]}"
+
+    def columns(self, records: Sequence[AttentionBenchmark]) -> list[Column]:
+        peak = _best_gemm(records)
+
+        def rate(r: AttentionBenchmark) -> str | None:
+            return None if r.gflops is None else f"{r.gflops:.0f} ({100 * r.gflops / peak:.0f})"
+
+        def time(name: str) -> Column:
+            heading = "SDPA" if name == "sdpa" else name.replace("-", " ")
+            is_optional = name not in ("sdpa", "ours")
+            return Column(
+                f"{heading}\nms", lambda r: significant(r.median_ms(name)), is_optional=is_optional
+            )
+
+        return [
+            Column("shape", lambda r: r.shape, is_head=True),
+            Column("n", lambda r: r.length, is_head=True),
+            Column("ρ", lambda r: r.density, ".3f", is_head=True),
+            *map(time, COMPETITORS),
+            Column("speed-up\n× SDPA", lambda r: r.speedup, ".2f"),
+            Column("speed-up\n× ρ", lambda r: r.speedup_times_density, ".2f"),
+            Column("plan\n%", lambda r: r.plan_share, ".1f", 100),
+            Column(
+                "memory MiB\nours / SDPA",
+                lambda r: (r.peak_bytes("ours"), r.peak_bytes("sdpa")),
+                ".1f",
+                MIB,
+            ),
+            Column("GFLOP/s\n(% of peak)", rate),
+        ]
+
+    def judge(self, record: AttentionBenchmark) -> list[Verdict]:
+        n = record.length
+        # Nothing has been asked of a GPU yet.
+        if record.shape not in _FORWARD or "device" in record.environment:
+            return []
+        found = [] if record.speedup is None else _judge_speed(record, record.speedup)
+        if record.mode == "sparse" and n >= 4096 and record.plan_share is not None:
+            found.append(Verdict("plan ≤ 3 %", record.plan_share <= 0.03))
+        if record.mode == "soft-train" and n == 8192 and record.memory_ratio is not None:
+            found.append(Verdict("memory ≤ 2× SDPA", record.memory_ratio <= 2))
+        return found
+
+    def notes(self, records: Sequence[AttentionBenchmark]) -> str:
+        drawn = next((record.labels for record in records if record.labels != "none"), "none")
+        fresh = "" if "device" in records[0].environment else " in a fresh process"
+        return (
+            f"GEMM peak {_best_gemm(records):.0f} GFLOP/s in this run. "
+            f"Labels: {drawn}, seed {records[0].seed}. Memory: peak of one call{fresh} above its "
+            "inputs. GFLOP/s count exact pairs."
+        )
 
 
-def _with_times(
-    record: AttentionBenchmark,
-    problem: Problem,
-    settings: AttentionBenchmarkSettings,
-    device: Device,
-    report: Report,
-) -> AttentionBenchmark:
-    calls: dict[str, Callable[[], object]] = {}
-    measured: dict[str, Measurement] = {}
-    for name in settings.chosen_competitors:
-        obstacle = _obstacle(name, problem.case, asked=settings.competitors is not None)
-        if obstacle is None:
-            try:
-                calls[name] = _prepare(name, problem, report)
-            except (FlexUnavailable, FlashUnavailable) as error:
-                obstacle = str(error)
-        measured[name] = Measurement(unavailable=obstacle)
-    report("timing " + ", ".join(calls))
-    if "ours" in calls:
-        calls["plan"] = _plan_call(problem)
-    for call in calls.values():
-        device.warm_up(call)
-    times = interleave(calls, seconds=settings.seconds, time_calls=device.seconds) if calls else {}
-    plan = Measurement(samples_ms=times.pop("plan", ()))
-    measured |= {name: Measurement(samples_ms=samples) for name, samples in times.items()}
-    return replace(record, measurements=measured, plan=plan)
+def _best_gemm(records: Sequence[AttentionBenchmark]) -> float:
+    """The best matrix product of the run, which every row is shown against."""
+    return max(record.gemm_gflops for record in records)
 
 
-def _obstacle(name: str, case: Case, *, asked: bool) -> str | None:
-    """Why a competitor is left out before anything is tried."""
-    if name == "reference" and case.length > _REFERENCE_LENGTH:
-        return f"the reference holds n x n tensors; timed up to n = {_REFERENCE_LENGTH}"
-    first, last = _FLEX_LENGTHS
-    unasked = case.device == "cpu" and not asked
-    if name.startswith("flex") and unasked and not first <= case.length <= last:
-        return f"compiled for {first} to {last} tokens unless it is asked for by name"
-    return None
+def _judge_speed(record: AttentionBenchmark, speedup: float) -> list[Verdict]:
+    mode, n = record.mode, record.length
 
+    def at_most(slower: float) -> list[Verdict]:
+        return [Verdict(f"≤ {slower:g}× SDPA", speedup >= 1 / slower)]
 
-def _prepare(name: str, problem: Problem, report: Report) -> Call:
-    """The call of a competitor, which has run once and, where it should, given our result."""
-    if name == "flash":
-        return _prepare_flash(problem)
-    if not name.startswith("flex"):
-        return call_of(problem, name)
-    report(f"compiling {name}")
-    call = flex_call(problem, is_sorted=name == "flex-sorted")
-    out = first_call(call)
-    rows, exact = exact_rows(problem)
-    error = float((out[:, :, rows].double() - exact).abs().max() / exact.abs().max())
-    if not error <= _SAME_TASK[problem.case.dtype]:
-        raise FlexUnavailable(f"compiled FlexAttention is wrong here, off by {error:.1e}")
-    return call
+    def share_of_ideal(share: float) -> list[Verdict]:
+        return [Verdict(f"≥ {share:.2g}/ρ", speedup * record.density >= share)]
 
-
-def _prepare_flash(problem: Problem) -> Call:
-    call = call_of(problem, "flash")
-    try:
-        call()
-    except RuntimeError as error:
-        reason = " ".join(str(error).split())[:200]
-        raise FlashUnavailable(f"FlashAttention does not take this: {reason}") from None
-    return call
-
-
-class FlashUnavailable(RuntimeError):
-    """FlashAttention cannot serve here; the message says why."""
+    if mode in ("soft-train", "distance-train"):
+        return at_most(1.3 if mode == "soft-train" else 1.2) if n == 2048 else []
+    if mode == "sparse-train":
+        return share_of_ideal(_BACKWARD[record.shape]) if n >= 8192 else []
+    if n >= 4096:
+        return share_of_ideal(_FORWARD[record.shape] * (1 if n >= 8192 else 0.8))
+    if n >= 2048:
+        return [Verdict("≥ 1.5×", speedup >= 1.5)]
+    return at_most(1.05) if 256 <= n <= 1024 else []
 
 
 def _plan_call(problem: Problem) -> Callable[[], object]:
     """Making the plan that ours makes in each call."""
     from mosar.kernels.triton import obstacle
 
-    case, labels = problem.case, _labels(problem)
+    case, labels = problem.case, problem.labels
     layout = resolve_layout(1, case.length, case.length, device=problem.q.device)
     if case.device != "cpu" and obstacle(problem.q) is None:
         from mosar.kernels.triton import plan
@@ -288,41 +321,3 @@ def _planner() -> Callable[[PlanInput], Plan]:
     except (NativeBuildError, OSError):
         return build_plan
     return native.build_native_plan
-
-
-def _with_memory(
-    record: AttentionBenchmark, case: Case, settings: AttentionBenchmarkSettings, device: Device
-) -> AttentionBenchmark:
-    """With the peak memory of those whose memory is asked about: SDPA and ours."""
-    measured = dict(record.measurements)
-    for name in ("sdpa", "ours"):
-        if name not in settings.chosen_competitors:
-            continue
-        before = measured.get(name, Measurement())
-        try:
-            measured[name] = replace(before, peak_bytes=device.measure_peak(case, name))
-        except MemoryUnavailable as error:
-            measured[name] = replace(before, unavailable=str(error))
-    return replace(record, measurements=measured)
-
-
-def _count_pairs(problem: Problem) -> tuple[int, int]:
-    """Pairs that are evaluated, and all causal ones."""
-    length = problem.case.length
-    causal = length * (length + 1) // 2
-    if not problem.case.is_sparse:
-        return causal, causal
-    domain = build_hard_domain(*_labels(problem), problem.case.config, materialize=False)
-    return domain.count, domain.causal_count
-
-
-def _labels(problem: Problem) -> tuple[Tensor, Tensor]:
-    return problem.pi_q.argmax(dim=-1), problem.pi_k.argmax(dim=-1)
-
-
-def _check_names(what: str, names: tuple[str, ...], known: tuple[str, ...], least: int = 1) -> None:
-    if len(names) < least:
-        raise ValueError(f"at least one {what} is needed, of {', '.join(known)}")
-    for name in names:
-        if name not in known:
-            raise ValueError(f"{what} must be one of {', '.join(known)}, got {name!r}")

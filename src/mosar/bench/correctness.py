@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from mosar.bench.cases import Problem, attend, build_problem, solve
+from mosar.bench.problem import Problem, attend, build_problem, solve
 from mosar.records import ErrorCheck
 
 NAMES = ("out", "dq", "dk", "dv", "dpi_q", "dpi_k")
@@ -26,7 +26,7 @@ _FULL_LENGTH = 256
 def check_problem(problem: Problem) -> dict[str, ErrorCheck]:
     """The worst of two checks by tensor: some rows at full length, all rows of a short problem."""
     case = problem.case
-    checks = check_rows(problem, _choose_rows(case.length, case.seed))
+    checks = check_rows(problem, choose_rows(case.length, case.seed))
     if case.trains and case.length > _NUM_ROWS:
         short = build_problem(replace(case, length=min(case.length, _FULL_LENGTH)))
         everything = check_rows(short, torch.arange(short.case.length))
@@ -40,7 +40,7 @@ def check_rows(problem: Problem, rows: Tensor) -> dict[str, ErrorCheck]:
     chosen[rows] = True
     masked = replace(problem, dout=problem.dout * chosen[:, None])
     ours = solve(masked, attend, masked.leaves)
-    exact, plain = (_dense_rows(problem, rows, dtype) for dtype in (torch.float64, problem.q.dtype))
+    exact, plain = (dense_rows(problem, rows, dtype) for dtype in (torch.float64, problem.q.dtype))
     checks = {}
     for name, mine, theirs, truth in zip(NAMES, ours, plain, exact, strict=False):
         checks[name] = error_check(
@@ -53,20 +53,19 @@ def error_check(
     ours: Tensor, plain: Tensor, exact: Tensor, eps: float = torch.finfo(torch.float32).eps
 ) -> ErrorCheck:
     """Our largest error and its budget, from plain PyTorch's result and the exact one."""
-    budget = 2 * _distance(plain, exact)
+    budget = 2 * largest_error(plain, exact)
     budget += 4 * eps * float(exact.abs().max())
-    error = _distance(ours, exact)
+    return compare(largest_error(ours, exact), budget)
+
+
+def compare(error: float, budget: float) -> ErrorCheck:
+    """An error that is not a number is beyond every budget."""
     return ErrorCheck(error=error if math.isfinite(error) else None, budget=budget)
 
 
-def exact_rows(problem: Problem) -> tuple[Tensor, Tensor]:
-    """Some query rows and the exact output there."""
-    rows = _choose_rows(problem.case.length, problem.case.seed)
-    return rows, _dense_rows(problem, rows, torch.float64)[0]
-
-
-def _dense_rows(problem: Problem, rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+def dense_rows(problem: Problem, rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """Output and gradients of the dense definition with only these queries."""
+    positions = rows[None] if problem.query_positions is None else problem.query_positions[:, rows]
 
     def cast(tensor: Tensor, name: str) -> Tensor:
         # Routings are float32 whatever q is.
@@ -82,7 +81,7 @@ def _dense_rows(problem: Problem, rows: Tensor, dtype: torch.dtype) -> tuple[Ten
         pi_q=cast(problem.pi_q, "dpi_q"),
         pi_k=cast(problem.pi_k, "dpi_k"),
         dout=_take("out", problem.dout, rows).to(dtype),
-        query_positions=rows[None].to(problem.q.device),
+        query_positions=positions.to(problem.q.device),
     )
     return solve(few, lambda given: attend(given, "reference"), few.leaves)
 
@@ -92,16 +91,14 @@ def _take(name: str, tensor: Tensor, rows: Tensor) -> Tensor:
     return tensor[..., rows, :] if name in ("out", "dq", "dpi_q") else tensor
 
 
-def _choose_rows(length: int, seed: int) -> Tensor:
+def choose_rows(length: int, seed: int, number: int = _NUM_ROWS) -> Tensor:
     """Some rows by chance, and the last one, which sees the farthest."""
-    if length <= _NUM_ROWS:
-        return torch.arange(length)
     generator = torch.Generator().manual_seed(seed)
-    rows = torch.randperm(length - 1, generator=generator)[: _NUM_ROWS - 1]
+    rows = torch.randperm(length - 1, generator=generator)[: number - 1]
     return torch.cat([rows.sort().values, torch.tensor([length - 1])])
 
 
-def _distance(tensor: Tensor, exact: Tensor) -> float:
+def largest_error(tensor: Tensor, exact: Tensor) -> float:
     return float((tensor.double() - exact).abs().max())
 
 

@@ -1,7 +1,5 @@
 """One step of decoding, its attention alone: `mosar bench decode`.
 
-Per row: draw a text, check ours against float64, time whole passes of some steps, interleaved.
-
     sdpa   the new key and value go into a dense cache that was made large enough before, and
            torch's attention reads it whole, in the quickest form that is legal
     ours   the regime cache under sparse routing: update, then attend
@@ -11,215 +9,193 @@ A step is timed with all it does: appending, evicting, growing, finding the slic
 
 from __future__ import annotations
 
-import gc
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mosar.attention import mosar_attention
-from mosar.bench.cases import Shape
-from mosar.bench.correctness import error_check
-from mosar.bench.labels import DRAWN, make_labels
-from mosar.core.config import MoSARConfig
-from mosar.core.hard_domain import build_hard_domain
+from mosar.bench.comparison import Report, RoutedComparison, with_times
+from mosar.bench.correctness import choose_rows, dense_rows, error_check
+from mosar.bench.problem import Case, Problem, Shape, build_problem, count_pairs
+from mosar.bench.table import MIB, Column, Verdict
+from mosar.bench.timing import interleave_passes
 from mosar.model.regime_cache import RegimeLayerCache
-from mosar.records import DecodeBenchmark, ErrorCheck, Measurement
+from mosar.records import DecodeBenchmark, ErrorCheck
 
 SHAPES = (Shape(9, 3, 64), Shape(8, 1, 256))
-LENGTHS = (2048, 4096, 8192, 16384)
 # Steps that are timed in one go; enough that every regime has its share of the queries.
 STEPS = 128
-_MIN_ROUNDS, _MAX_ROUNDS = 5, 30
 _CHECKED_STEPS = 24
 _TRIAL_STEPS = 8
-
-Report = Callable[[str], None]
-Pass = Callable[[], float]
+# What a step is meant to reach, by length: (times faster than SDPA, share of the dense bytes).
+_TARGETS = {2048: (1.0, None), 16384: (5.0, 0.35)}
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodeBenchmarkSettings:
-    """Which rows are measured and how; checks itself."""
-
+class DecodeComparison(RoutedComparison[DecodeBenchmark]):
     shapes: tuple[Shape, ...] = SHAPES
-    lengths: tuple[int, ...] = LENGTHS
+    lengths: tuple[int, ...] = (2048, 4096, 8192, 16384)
     """Tokens of context of the last step."""
-    labels: str = "independent"
-    """One of labels.DRAWN or a file."""
-    seed: int = 0
     seconds: float = 5.0
-    """About how long a row is timed."""
-    config: MoSARConfig = field(default_factory=MoSARConfig)
+    min_length: ClassVar[int] = 2
+    title: ClassVar[str] = "one decode step: append a token, attend with its query"
 
     def __post_init__(self) -> None:
-        if not self.shapes or not self.lengths:
-            raise ValueError("at least one shape and one length are needed")
-        for length in self.lengths:
-            if length < 2:
-                raise ValueError(f"lengths must be at least 2, got {length}")
-        if self.labels not in DRAWN and not self.labels.endswith(".npz"):
-            raise ValueError(f"labels must be one of {DRAWN} or FILE.npz, got {self.labels!r}")
-        if not self.seconds > 0:
-            raise ValueError(f"seconds must be more than 0, got {self.seconds}")
+        super().__post_init__()
+        if not self.shapes:
+            raise ValueError("at least one shape is needed")
 
-    def cases(self) -> list[DecodeCase]:
-        """One a row, shape by shape."""
-        common = {"labels": self.labels, "seed": self.seed, "config": self.config}
+    def cases(self) -> list[Case]:
+        return self.draw_cases(self.shapes, self.lengths)
+
+    @torch.inference_mode()
+    def measure(self, case: Case, report: Report) -> DecodeBenchmark:
+        report("checking")
+        problem = build_steps(case)
+        steps = problem.q.shape[2]
+        ours = OurSteps(problem)
+        check = check_steps(problem)
+        ours()
+        record = DecodeBenchmark(
+            **case.record_fields(),
+            **case.shape._asdict(),
+            steps=steps,
+            keys_read=count_pairs(problem)[0] / steps,
+            allocated_bytes=ours.cache.allocated_bytes,
+            used_bytes=ours.cache.used_bytes,
+            dense_bytes=2 * problem.k.nbytes,
+            dense_form="none",
+            checks={"out": check},
+            measurements={},
+        )
+        if not record.correct:
+            return record
+        report("timing")
+        form = quickest_form(problem)
+        passes = {"sdpa": DenseSteps(problem, form), "ours": ours}
+        times = interleave_passes(passes, seconds=self.seconds)
+        return with_times(replace(record, dense_form=form), times)
+
+    def columns(self, records: Sequence[DecodeBenchmark]) -> list[Column]:
         return [
-            DecodeCase(shape=shape, length=length, **common)
-            for shape in self.shapes
-            for length in self.lengths
+            Column("shape", lambda r: r.shape, is_head=True),
+            Column("n", lambda r: r.length, is_head=True),
+            Column("keys\nread", lambda r: r.keys_read, ".0f", is_head=True),
+            Column("SDPA\nµs", lambda r: r.median_ms("sdpa"), ".0f", 1e3),
+            Column("ours\nµs", lambda r: r.median_ms("ours"), ".0f", 1e3),
+            Column("speed-up\n× SDPA", lambda r: r.speedup, ".2f"),
+            Column(
+                "GB/s\nours / SDPA",
+                lambda r: tuple(map(r.gigabytes_per_second, ("ours", "sdpa"))),
+                ".1f",
+            ),
+            Column(
+                "cache MiB\nours / dense",
+                lambda r: (r.allocated_bytes, r.dense_bytes),
+                ".2f",
+                MIB,
+            ),
+            Column("cache\n× dense", lambda r: r.memory_ratio, ".3f"),
         ]
 
+    def judge(self, record: DecodeBenchmark) -> list[Verdict]:
+        if record.shape not in map(str, SHAPES) or record.length not in _TARGETS:
+            return []
+        speedup, memory = _TARGETS[record.length]
+        found = []
+        if record.speedup is not None:
+            found.append(Verdict(f"≥ {speedup:g}×", record.speedup >= speedup))
+        if memory is not None:
+            found.append(Verdict(f"cache ≤ {memory:g}", record.memory_ratio <= memory))
+        return found
 
-@dataclass(frozen=True, kw_only=True)
-class DecodeCase:
-    """One row of the benchmark."""
-
-    shape: Shape
-    length: int
-    labels: str = "independent"
-    seed: int = 0
-    config: MoSARConfig = field(default_factory=MoSARConfig)
-
-    @property
-    def steps(self) -> int:
-        return min(STEPS, self.length // 2)
-
-    @property
-    def start(self) -> int:
-        """Tokens that are there before the first step."""
-        return self.length - self.steps
-
-
-@dataclass(frozen=True)
-class DecodeProblem:
-    """A text as its layer sees it; the last `case.steps` tokens are decoded."""
-
-    case: DecodeCase
-    q: Tensor
-    """[1, Hq, steps, D]."""
-    k: Tensor
-    """[1, Hkv, length, D]."""
-    v: Tensor
-    labels_q: Tensor
-    """[1, steps]."""
-    labels_k: Tensor
-    """[1, length]."""
+    def notes(self, records: Sequence[DecodeBenchmark]) -> str:
+        forms = sorted({record.dense_form for record in records} - {"none"})
+        first = records[0]
+        return (
+            f"Batch 1; a round is {first.steps} steps that end at n tokens. SDPA reads a dense "
+            f"cache made before, in its quickest form ({', '.join(forms) or 'none'}). "
+            f"Labels: {first.labels}, seed {first.seed}. GB/s count the keys and values read."
+        )
 
 
-def build_problem(case: DecodeCase) -> DecodeProblem:
-    generator = torch.Generator().manual_seed(case.seed)
-    shape = case.shape
-
-    def normal(heads: int, length: int) -> Tensor:
-        return torch.randn(1, heads, length, shape.head_dim, generator=generator)
-
-    labels_q, labels_k = make_labels(case.labels, case.length, case.seed, case.config)
-    return DecodeProblem(
-        case,
-        normal(shape.heads, case.steps),
-        normal(shape.kv_heads, case.length),
-        normal(shape.kv_heads, case.length),
-        labels_q[None, case.start :],
-        labels_k[None],
-    )
+def build_steps(case: Case) -> Problem:
+    """A text as its layer sees it; the tokens that have a query are decoded."""
+    return build_problem(case, num_queries=min(STEPS, case.length // 2))
 
 
-def run_decode_benchmark(
-    settings: DecodeBenchmarkSettings, report: Report = lambda step: None
-) -> Iterator[DecodeBenchmark]:
-    """Measures row by row; `report` is told what is being done."""
-    for case in settings.cases():
-        yield _measure(case, settings, report)
+class Steps(ABC):
+    """A competitor's steps of decoding, from the same start at every call.
+
+    A call gives the seconds of one step, the mean over all of them.
+    """
+
+    @abstractmethod
+    def rewind(self) -> None:
+        """Back to the first step."""
+
+    @abstractmethod
+    def inputs(self) -> list[tuple]:
+        """What each step is given, cut before anything is timed."""
+
+    @abstractmethod
+    def step(self, *given: Tensor) -> Tensor:
+        """The output of the next token, [..., 1, size]."""
+
+    def outputs(self, count: int | None = None) -> Tensor:
+        """Of all steps or the first ones, [..., count, size]."""
+        self.rewind()
+        return torch.cat([self.step(*given) for given in self.inputs()[:count]], dim=-2)
+
+    def __call__(self) -> float:
+        self.rewind()
+        inputs = self.inputs()
+        begin = time.perf_counter()
+        for given in inputs:
+            self.step(*given)
+        return (time.perf_counter() - begin) / len(inputs)
 
 
-@torch.inference_mode()
-def _measure(
-    case: DecodeCase, settings: DecodeBenchmarkSettings, report: Report
-) -> DecodeBenchmark:
-    row = f"{case.shape}, n = {case.length}"
-    report(f"{row}: checking")
-    problem = build_problem(case)
-    ours = OurSteps(problem)
-    check = check_steps(problem)
-    ours()
-    dense_bytes = 2 * problem.k.nbytes
-    record = DecodeBenchmark(
-        heads=case.shape.heads,
-        kv_heads=case.shape.kv_heads,
-        head_dim=case.shape.head_dim,
-        length=case.length,
-        steps=case.steps,
-        labels=case.labels.rpartition("/")[2],
-        seed=case.seed,
-        keys_read=_keys_read(problem),
-        allocated_bytes=ours.cache.allocated_bytes,
-        used_bytes=ours.cache.used_bytes,
-        dense_bytes=dense_bytes,
-        dense_form="none",
-        checks={"out": check},
-        measurements={},
-    )
-    if not record.correct:
-        return record
-    report(f"{row}: timing")
-    form = quickest_form(problem)
-    samples = interleave_passes(
-        {"sdpa": DenseSteps(problem, form), "ours": ours}, case.steps, seconds=settings.seconds
-    )
-    measured = {name: Measurement(samples_ms=times) for name, times in samples.items()}
-    return replace(record, dense_form=form, measurements=measured)
+def _cut(*tensors: Tensor, dim: int) -> list[tuple[Tensor, ...]]:
+    """Token by token."""
+    parts = [[part.contiguous() for part in tensor.split(1, dim)] for tensor in tensors]
+    return list(zip(*parts, strict=True))
 
 
-class OurSteps:
-    """All steps through a cache that was filled before; a call gives their seconds."""
+class OurSteps(Steps):
+    """The regime cache, filled before."""
 
-    def __init__(self, problem: DecodeProblem):
+    def __init__(self, problem: Problem):
         self.problem = problem
+        self.start = problem.k.shape[2] - problem.q.shape[2]
+        self.labels_q, self.labels_k = problem.labels
         self.cache = RegimeLayerCache(problem.case.config)
 
-    def fill(self) -> None:
+    def rewind(self) -> None:
         """A new cache with the tokens before the first step, as a prefill leaves it."""
-        problem, start = self.problem, self.problem.case.start
-        self.cache = RegimeLayerCache(problem.case.config)
-        k, v = (x[:, :, :start] for x in (problem.k, problem.v))
-        self.cache.update(k, v, problem.labels_k[:, :start])
+        self.cache = RegimeLayerCache(self.problem.case.config)
+        k, v = (x[:, :, : self.start] for x in (self.problem.k, self.problem.v))
+        self.cache.update(k, v, self.labels_k[:, : self.start])
         self.cache.settle()
 
-    def tokens(self) -> list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:
-        """q, k, v and labels of each step, cut before anything is timed."""
-        problem, start = self.problem, self.problem.case.start
-        return [
-            (
-                problem.q[:, :, i : i + 1].contiguous(),
-                problem.k[:, :, start + i : start + i + 1].contiguous(),
-                problem.v[:, :, start + i : start + i + 1].contiguous(),
-                problem.labels_q[:, i : i + 1],
-                problem.labels_k[:, start + i : start + i + 1],
-            )
-            for i in range(problem.case.steps)
-        ]
+    def inputs(self) -> list[tuple]:
+        k, v = (x[:, :, self.start :] for x in (self.problem.k, self.problem.v))
+        vectors = _cut(self.problem.q, k, v, dim=2)
+        labels = _cut(self.labels_q, self.labels_k[:, self.start :], dim=1)
+        return [(*a, *b) for a, b in zip(vectors, labels, strict=True)]
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, label_q: Tensor, label_k: Tensor) -> Tensor:
         self.cache.update(k, v, label_k)
         return self.cache.attend(q, label_q)
 
-    def __call__(self) -> float:
-        self.fill()
-        tokens = self.tokens()
-        begin = time.perf_counter()
-        for token in tokens:
-            self.step(*token)
-        return time.perf_counter() - begin
 
-
-class DenseSteps:
-    """The same with a dense cache of the full length and torch's attention, in one of its forms.
+class DenseSteps(Steps):
+    """A dense cache of the full length and torch's attention, in one of its forms.
 
     grouped: the query heads of a key head as so many queries of it, which all read every key.
     gqa: `enable_gqa`. expanded: the cache holds keys and values once per query head.
@@ -227,13 +203,22 @@ class DenseSteps:
 
     FORMS = ("grouped", "gqa", "expanded")
 
-    def __init__(self, problem: DecodeProblem, form: str, steps: int | None = None):
-        self.problem, self.form = problem, form
-        case = problem.case
-        self.steps = case.steps if steps is None else steps
-        self.share = case.shape.heads // case.shape.kv_heads
+    def __init__(self, problem: Problem, form: str, steps: int | None = None):
+        shape = problem.case.shape
+        self.form, self.steps, self.share = form, steps, shape.heads // shape.kv_heads
+        self.q = problem.q
         repeats = self.share if form == "expanded" else 1
         self.k, self.v = (x.repeat_interleave(repeats, dim=1) for x in (problem.k, problem.v))
+
+    def rewind(self) -> None:
+        """Nothing: a step writes what is there already, and reads no further than itself."""
+
+    def inputs(self) -> list[tuple]:
+        length, start = self.k.shape[2], self.k.shape[2] - self.q.shape[2]
+        # Copies: a step must not write a key onto itself.
+        k, v = (x[:, :, start:].clone() for x in (self.k, self.v))
+        given = zip(_cut(self.q, k, v, dim=2), range(start, length), strict=True)
+        return [(*vectors, at) for vectors, at in given][: self.steps]
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, at: int) -> Tensor:
         self.k[:, :, at : at + 1] = k
@@ -244,106 +229,21 @@ class DenseSteps:
             return F.scaled_dot_product_attention(grouped, keys, values).view(q.shape)
         return F.scaled_dot_product_attention(q, keys, values, enable_gqa=self.form == "gqa")
 
-    def outputs(self) -> Tensor:
-        """[1, Hq, steps, D]."""
-        return torch.cat([self.step(*token) for token in self._tokens()], dim=2)
 
-    def _tokens(self) -> list[tuple[Tensor, Tensor, Tensor, int]]:
-        problem, start = self.problem, self.problem.case.start
-        repeats = self.share if self.form == "expanded" else 1
-        k, v = (x[:, :, start:].repeat_interleave(repeats, 1) for x in (problem.k, problem.v))
-        return [
-            (
-                problem.q[:, :, i : i + 1].contiguous(),
-                k[:, :, i : i + 1].contiguous(),
-                v[:, :, i : i + 1].contiguous(),
-                start + i,
-            )
-            for i in range(self.steps)
-        ]
-
-    def __call__(self) -> float:
-        tokens = self._tokens()
-        begin = time.perf_counter()
-        for token in tokens:
-            self.step(*token)
-        return time.perf_counter() - begin
-
-
-def quickest_form(problem: DecodeProblem) -> str:
+def quickest_form(problem: Problem) -> str:
     """The form of torch's attention that a few steps find the quickest here."""
-    steps = min(_TRIAL_STEPS, problem.case.steps)
     seconds = {}
     for form in DenseSteps.FORMS:
-        trial = DenseSteps(problem, form, steps)
+        trial = DenseSteps(problem, form, _TRIAL_STEPS)
         trial()
         seconds[form] = min(trial() for _ in range(3))
     return min(seconds, key=seconds.__getitem__)
 
 
-def interleave_passes(
-    passes: Mapping[str, Pass], steps: int, *, seconds: float
-) -> dict[str, tuple[float, ...]]:
-    """Milliseconds a step of each competitor, one pass a round, every other round backwards.
-
-    A pass prepares itself untimed and gives the seconds of its steps. The first one warms up and
-    says how many rounds there are: at least 5, at most 30.
-    """
-    estimate = 0.0
-    for one in passes.values():
-        begin = time.perf_counter()
-        one()
-        estimate += time.perf_counter() - begin
-    rounds = min(_MAX_ROUNDS, max(_MIN_ROUNDS, int(seconds / estimate)))
-    samples: dict[str, list[float]] = {name: [] for name in passes}
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        for index in range(rounds):
-            for name in list(passes) if index % 2 == 0 else reversed(list(passes)):
-                samples[name].append(1e3 * passes[name]() / steps)
-    finally:
-        if collecting:
-            gc.enable()
-    return {name: tuple(times) for name, times in samples.items()}
-
-
-def check_steps(problem: DecodeProblem) -> ErrorCheck:
+def check_steps(problem: Problem) -> ErrorCheck:
     """Outputs of some steps, the last among them, against the float64 definition."""
-    case, ours = problem.case, OurSteps(problem)
-    ours.fill()
-    outputs = torch.cat([ours.step(*token) for token in ours.tokens()], dim=2)
-    generator = torch.Generator().manual_seed(case.seed)
-    chosen = torch.randperm(case.steps - 1, generator=generator)[: _CHECKED_STEPS - 1]
-    chosen = torch.cat([chosen.sort().values, torch.tensor([case.steps - 1])])
-
-    def dense(dtype: torch.dtype) -> Tensor:
-        regimes = case.config.num_regimes
-        out = mosar_attention(
-            problem.q[:, :, chosen].to(dtype),
-            problem.k.to(dtype),
-            problem.v.to(dtype),
-            F.one_hot(problem.labels_q[:, chosen], regimes).to(dtype),
-            F.one_hot(problem.labels_k, regimes).to(dtype),
-            case.config,
-            routing="sparse",
-            query_positions=case.start + chosen[None],
-            impl="reference",
-        )
-        assert isinstance(out, Tensor)
-        return out
-
-    return error_check(outputs[:, :, chosen], dense(torch.float32), dense(torch.float64))
-
-
-def _keys_read(problem: DecodeProblem) -> float:
-    """How many keys a step reads on average: those of the support."""
-    case = problem.case
-    domain = build_hard_domain(
-        problem.labels_q,
-        problem.labels_k,
-        case.config,
-        query_positions=torch.arange(case.start, case.length)[None],
-        materialize=False,
+    chosen = choose_rows(problem.q.shape[2], problem.case.seed, _CHECKED_STEPS)
+    plain, exact = (
+        dense_rows(problem, chosen, dtype)[0] for dtype in (torch.float32, torch.float64)
     )
-    return domain.count / case.steps
+    return error_check(OurSteps(problem).outputs()[:, :, chosen], plain, exact)

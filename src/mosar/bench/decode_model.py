@@ -8,177 +8,182 @@ values; what a token costs depends on neither.
     ours           our decoder, variant mosar, with the regime cache under sparse routing; its
                    routers run, and then drawn labels take the place of their choice
 
-Per row: check ours against float64, time passes of some tokens, interleaved; a pass begins with all
-caches cropped back to where the one before began.
+A pass of some tokens begins with all caches cropped back to where the one before began.
 """
 
 from __future__ import annotations
 
-import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from mosar.bench.comparison import (
+    Report,
+    RoutedComparison,
+    build_competitors,
+    check_names,
+    with_times,
+)
 from mosar.bench.correctness import error_check
-from mosar.bench.decode import interleave_passes
-from mosar.bench.labels import DRAWN, make_labels
-from mosar.core.config import MoSARConfig
+from mosar.bench.decode import Steps
+from mosar.bench.labels import make_labels
+from mosar.bench.problem import Case, Shape
+from mosar.bench.table import MIB, Column, Verdict
+from mosar.bench.timing import interleave_passes
+from mosar.bench.transformers_models import build_llama
 from mosar.core.outputs import RouterOutput
 from mosar.geometries import AttentionConfig, LayerRouting
 from mosar.model.config import ModelConfig
 from mosar.model.decoder import Decoder
 from mosar.model.regime_cache import RegimeCache
-from mosar.records import ErrorCheck, Measurement, ModelDecodeBenchmark
+from mosar.records import ErrorCheck, ModelDecodeBenchmark
 
+_FIELDS = (
+    *("vocab_size", "hidden_size", "num_layers"),
+    *("num_heads", "num_kv_heads", "head_dim", "ffn_size"),
+)
 SIZES = {
-    "smollm2": {
-        "vocab_size": 49152,
-        "hidden_size": 576,
-        "num_layers": 30,
-        "num_heads": 9,
-        "num_kv_heads": 3,
-        "head_dim": 64,
-        "ffn_size": 1536,
-    },
-    "tiny": {
-        "vocab_size": 64,
-        "hidden_size": 32,
-        "num_layers": 2,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "head_dim": 8,
-        "ffn_size": 48,
-    },
+    "smollm2": dict(zip(_FIELDS, (49152, 576, 30, 9, 3, 64, 1536), strict=True)),
+    "tiny": dict(zip(_FIELDS, (64, 32, 2, 4, 2, 8, 48), strict=True)),
 }
 # Tokens that are timed in one go.
 STEPS = 16
 _CHECKED_STEPS = 4
-
-Report = Callable[[str], None]
+# What a whole model of these sizes is meant to reach against transformers, by length.
+_TARGETS = {("smollm2", 16384): (2.0, 0.35)}
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelDecodeSettings:
-    """Which rows are measured and how; checks itself."""
-
+class ModelDecodeComparison(RoutedComparison[ModelDecodeBenchmark]):
     model: str = "smollm2"
     """A name in SIZES."""
     lengths: tuple[int, ...] = (16384,)
     """Tokens of context of the last one."""
-    labels: str = "independent"
-    """One of labels.DRAWN or a file."""
-    seed: int = 0
     seconds: float = 20.0
-    """About how long a row is timed."""
-    config: MoSARConfig = field(default_factory=MoSARConfig)
+    min_length: ClassVar[int] = STEPS + 1
+    title: ClassVar[str] = "whole models, one token after another"
 
     def __post_init__(self) -> None:
-        if self.model not in SIZES:
-            raise ValueError(f"model must be one of {list(SIZES)}, got {self.model!r}")
-        if not self.lengths or min(self.lengths) <= STEPS:
-            raise ValueError(f"lengths must be above {STEPS}, got {self.lengths}")
-        if self.labels not in DRAWN and not self.labels.endswith(".npz"):
-            raise ValueError(f"labels must be one of {DRAWN} or FILE.npz, got {self.labels!r}")
-        if not self.seconds > 0:
-            raise ValueError(f"seconds must be more than 0, got {self.seconds}")
+        super().__post_init__()
+        check_names("model", (self.model,), SIZES)
 
-    @property
-    def model_config(self) -> ModelConfig:
+    def cases(self) -> list[Case]:
         sizes = SIZES[self.model]
-        return ModelConfig(
-            **sizes,
-            query_pre_attn_scalar=sizes["head_dim"],
-            attn_softcap=None,
-            final_softcap=None,
-            max_length=self.config.max_length,
+        shape = Shape(sizes["num_heads"], sizes["num_kv_heads"], sizes["head_dim"])
+        return self.draw_cases([shape], self.lengths)
+
+    @torch.inference_mode()
+    def measure(self, case: Case, report: Report) -> ModelDecodeBenchmark:
+        report("filling caches")
+        text = Text(case, self.model)
+        ours = RegimeSteps(text)
+        report("checking")
+        check = check_steps(ours)
+        build: dict[str, Callable[[Text], ModelSteps]] = {
+            "transformers": TransformersSteps,
+            "dense": DenseSteps,
+            "ours": lambda text: ours,
+        }
+        competitors, missing = build_competitors(build, lambda name: build[name](text))
+        for steps in competitors.values():
+            steps()
+        record = ModelDecodeBenchmark(
+            model=self.model,
+            sizes=dict(SIZES[self.model]),
+            **case.record_fields(),
+            steps=STEPS,
+            parameters={name: steps.num_parameters for name, steps in competitors.items()},
+            cache_bytes={name: steps.cache_bytes for name, steps in competitors.items()},
+            checks={"logits": check},
+            measurements=missing,
         )
+        if not record.correct:
+            return record
+        report("timing")
+        return with_times(record, interleave_passes(competitors, seconds=self.seconds))
 
+    def columns(self, records: Sequence[ModelDecodeBenchmark]) -> list[Column]:
+        return [
+            Column("sizes of", lambda r: r.model, is_head=True),
+            Column("n", lambda r: r.length, is_head=True),
+            Column("tokens/s\ntransformers", lambda r: r.tokens_per_second("transformers"), ".1f"),
+            Column("tokens/s\nours, dense", lambda r: r.tokens_per_second("dense"), ".1f"),
+            Column("tokens/s\nours", lambda r: r.tokens_per_second("ours"), ".1f"),
+            Column("speed-up ×\ntransformers", lambda r: r.speedup("transformers"), ".2f"),
+            Column("speed-up ×\ndense", lambda r: r.speedup("dense"), ".2f"),
+            Column(
+                "cache MiB\nours / transformers",
+                lambda r: tuple(map(r.cache_bytes.get, ("ours", "transformers"))),
+                ".1f",
+                MIB,
+            ),
+            Column("cache ×\ntransformers", lambda r: r.memory_ratio("transformers"), ".3f"),
+        ]
 
-def run_model_decode_benchmark(
-    settings: ModelDecodeSettings, report: Report = lambda step: None
-) -> Iterator[ModelDecodeBenchmark]:
-    """Measures row by row; `report` is told what is being done."""
-    for length in settings.lengths:
-        yield _measure(settings, length, report)
+    def judge(self, record: ModelDecodeBenchmark) -> list[Verdict]:
+        target = _TARGETS.get((record.model, record.length))
+        speedup, memory = (f("transformers") for f in (record.speedup, record.memory_ratio))
+        if target is None or speedup is None or memory is None:
+            return []
+        return [
+            Verdict(f"≥ {target[0]:g}×", speedup >= target[0]),
+            Verdict(f"cache ≤ {target[1]:g}", memory <= target[1]),
+        ]
 
-
-@torch.inference_mode()
-def _measure(settings: ModelDecodeSettings, length: int, report: Report) -> ModelDecodeBenchmark:
-    row = f"{settings.model}, n = {length}"
-    report(f"{row}: filling caches")
-    text = Text(settings, length)
-    ours = RegimeSteps(text)
-    report(f"{row}: checking")
-    check = check_steps(ours)
-    dense = DenseSteps(text)
-    competitors: dict[str, Steps] = {"dense": dense, "ours": ours}
-    missing: dict[str, Measurement] = {}
-    try:
-        competitors = {"transformers": TransformersSteps(text)} | competitors
-    except ImportError as error:
-        reason = f'needs transformers ({error}): pip install "mosar[hf]"'
-        missing["transformers"] = Measurement(unavailable=reason)
-    for steps in competitors.values():
-        steps()
-    record = ModelDecodeBenchmark(
-        model=settings.model,
-        sizes=dict(SIZES[settings.model]),
-        length=length,
-        steps=STEPS,
-        labels=settings.labels.rpartition("/")[2],
-        seed=settings.seed,
-        parameters={name: steps.num_parameters for name, steps in competitors.items()},
-        cache_bytes={name: steps.cache_bytes for name, steps in competitors.items()},
-        checks={"logits": check},
-        measurements=missing,
-    )
-    if not record.correct:
-        return record
-    report(f"{row}: timing")
-    samples = interleave_passes(competitors, STEPS, seconds=settings.seconds)
-    measured = {name: Measurement(samples_ms=times) for name, times in samples.items()}
-    return replace(record, measurements=missing | measured)
+    def notes(self, records: Sequence[ModelDecodeBenchmark]) -> str:
+        first = records[0]
+        return (
+            f"Batch 1, random weights; a round is {first.steps} tokens that end at n. "
+            "transformers: Llama with DynamicCache and SDPA; ours, dense: our decoder, rope, with "
+            "a dense cache; ours: mosar, sparse. "
+            f"Labels: {first.labels}, seed {first.seed}."
+        )
 
 
 class Text:
     """What all competitors are given: tokens, labels, and keys and values of the tokens before."""
 
-    def __init__(self, settings: ModelDecodeSettings, length: int):
-        self.settings, self.model, self.length = settings, settings.model_config, length
-        self.start = length - STEPS
-        generator = torch.Generator().manual_seed(settings.seed)
+    def __init__(self, case: Case, model: str):
+        self.case, self.start = case, case.length - STEPS
+        self.model = ModelConfig(
+            **SIZES[model],
+            query_pre_attn_scalar=case.shape.head_dim,
+            attn_softcap=None,
+            final_softcap=None,
+            max_length=case.config.max_length,
+        )
+        generator = torch.Generator().manual_seed(case.seed)
         self.tokens = torch.randint(0, self.model.vocab_size, (1, STEPS), generator=generator)
         # Each layer has labels of its own; those of a file are all there is.
         self.labels = [
-            make_labels(settings.labels, length, settings.seed + layer, settings.config)
+            make_labels(case.labels, case.length, case.seed + layer, case.config)
             for layer in range(self.model.num_layers)
         ]
 
     def keys_and_values(self, layer: int) -> tuple[Tensor, Tensor]:
         """[1, Hkv, start, D] each, the same at every call."""
-        generator = torch.Generator().manual_seed(self.settings.seed + layer)
+        generator = torch.Generator().manual_seed(self.case.seed + layer)
         shape = (1, self.model.num_kv_heads, self.start, self.model.head_dim)
         k, v = (torch.randn(shape, generator=generator) for _ in range(2))
         return k, v
 
     def decoder(self, geometry: str) -> Decoder:
         """The weights of the seed; what two geometries share is equal."""
-        given = asdict(self.settings.config)
+        config = self.case.config
+        given = asdict(config)
         given = {name: given[name] for name in given if name not in ("max_length", "regimes")}
-        attention = AttentionConfig(
-            geometry=geometry, regimes=self.settings.config.regimes, **given
-        )
+        attention = AttentionConfig(geometry=geometry, regimes=config.regimes, **given)
         decoder = Decoder(self.model, attention)
-        decoder.init_weights(self.settings.seed)
+        decoder.init_weights(self.case.seed)
         return decoder.eval()
 
 
-class Steps(ABC):
-    """One competitor; a call gives the seconds of its steps, from the same start every time."""
+class ModelSteps(Steps):
+    """Tokens [1, 1] to logits [1, 1, vocab]."""
 
     text: Text
     model: torch.nn.Module
@@ -192,29 +197,11 @@ class Steps(ABC):
     def cache_bytes(self) -> int:
         """Allocated for keys, values and bookkeeping."""
 
-    @abstractmethod
-    def rewind(self) -> None:
-        """Back to the first step."""
-
-    @abstractmethod
-    def step(self, token: Tensor) -> Tensor:
-        """token [1, 1] to logits [1, 1, vocab]."""
-
-    def outputs(self, count: int) -> Tensor:
-        """Logits of the first steps, [1, count, vocab]."""
-        self.rewind()
-        return torch.cat([self.step(token) for token in self.text.tokens.split(1, 1)[:count]], 1)
-
-    def __call__(self) -> float:
-        self.rewind()
-        tokens = self.text.tokens.split(1, dim=1)
-        begin = time.perf_counter()
-        for token in tokens:
-            self.step(token)
-        return time.perf_counter() - begin
+    def inputs(self) -> list[tuple]:
+        return [(token,) for token in self.text.tokens.split(1, dim=1)]
 
 
-class DecoderSteps(Steps):
+class DecoderSteps(ModelSteps):
     """Our decoder with one of its caches."""
 
     model: Decoder
@@ -254,7 +241,7 @@ class RegimeSteps(DecoderSteps):
             geometry = layer.attention.geometry
             geometry.route = DrawnRoutes(geometry.route, cache, text.labels[index])
             k, v = (x.to(dtype) for x in text.keys_and_values(index))
-            groups = text.settings.config.routing_groups
+            groups = text.case.config.routing_groups
             labels = text.labels[index][1][None, None, : text.start].expand(1, groups, -1)
             cache.update(k, v, labels, key_positions=positions)
             cache.settle()
@@ -278,28 +265,13 @@ class DrawnRoutes:
         return LayerRouting(*drawn)
 
 
-class TransformersSteps(Steps):
+class TransformersSteps(ModelSteps):
     """transformers' Llama of the same sizes, and the cache it uses when nothing is said."""
 
     def __init__(self, text: Text):
-        from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
-
-        model = text.model
-        sizes: dict[str, Any] = {
-            "vocab_size": model.vocab_size,
-            "hidden_size": model.hidden_size,
-            "num_hidden_layers": model.num_layers,
-            "num_attention_heads": model.num_heads,
-            "num_key_value_heads": model.num_kv_heads,
-            "head_dim": model.head_dim,
-            "intermediate_size": model.ffn_size,
-            "max_position_embeddings": text.length,
-            "tie_word_embeddings": True,
-            "attn_implementation": "sdpa",
-        }
-        self.text, self.model = text, LlamaForCausalLM(LlamaConfig(**sizes)).eval()
-        self.cache: Any = DynamicCache()
-        for layer in range(model.num_layers):
+        self.text = text
+        self.model, self.cache = build_llama(text.model, text.case.length)
+        for layer in range(text.model.num_layers):
             self.cache.update(*text.keys_and_values(layer), layer)
 
     @property

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mosar.bench.cases import Case, Problem, solve
+from mosar.bench.comparison import Unavailable
+from mosar.bench.problem import Case, Problem, solve
 from mosar.core.layout import resolve_layout
 from mosar.core.regimes import pair_geometry, support_reach
 from mosar.kernels.plan import build_plan, sparse_plan_input
@@ -25,19 +26,15 @@ _BLOCKS = {"cpu": 64, "cuda": 128}
 _FLAT = 1e30
 
 
-class FlexUnavailable(RuntimeError):
-    """FlexAttention cannot serve here; the message says why."""
-
-
 def flex_call(problem: Problem, *, is_sorted: bool) -> Callable[[], tuple[Tensor, ...]]:
-    """The timed call; the first one compiles. Raises FlexUnavailable."""
+    """The timed call; the first one compiles. Raises Unavailable."""
     case = problem.case
     if not case.is_sparse:
-        raise FlexUnavailable("FlexAttention is given supports, and this mode has all pairs")
+        raise Unavailable("FlexAttention is given supports, and this mode has all pairs")
     if case.trains and case.device == "cpu":
-        raise FlexUnavailable("FlexAttention has no backward pass on the CPU")
+        raise Unavailable("FlexAttention has no backward pass on the CPU")
     attend = _compiled()
-    labels_q, labels_k = problem.pi_q[0].argmax(dim=-1), problem.pi_k[0].argmax(dim=-1)
+    labels_q, labels_k = (labels[0] for labels in problem.labels)
     order_q = order_k = torch.arange(case.length, device=problem.q.device)
     if is_sorted:
         layout = resolve_layout(1, case.length, case.length, device=problem.q.device)
@@ -56,14 +53,14 @@ def flex_call(problem: Problem, *, is_sorted: bool) -> Callable[[], tuple[Tensor
     return lambda: solve(problem, forward, problem.leaves)
 
 
-def first_call(call: Callable[[], tuple[Tensor, ...]]) -> Tensor:
-    """Compiles and runs; whatever the compiler's failure, it becomes FlexUnavailable."""
+def first_call(name: str, call: Callable[[], tuple[Tensor, ...]]) -> Tensor:
+    """Compiles and runs; whatever the failure, it becomes Unavailable."""
     try:
         with _quiet():
             return call()[0]
     except Exception as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise FlexUnavailable(f"FlexAttention could not be compiled: {reason}") from None
+        raise Unavailable(f"{name} does not run here: {reason}") from None
 
 
 @lru_cache(maxsize=1)
@@ -71,7 +68,7 @@ def _compiled() -> Callable[..., Tensor]:
     try:
         from torch.nn.attention.flex_attention import flex_attention
     except ImportError as error:
-        raise FlexUnavailable(f"this torch has no FlexAttention: {error}") from None
+        raise Unavailable(f"this torch has no FlexAttention: {error}") from None
     # A length is a compilation of its own, beyond which torch would give up and run uncompiled.
     torch._dynamo.config.recompile_limit = 1024
     return torch.compile(flex_attention, dynamic=False, fullgraph=True)

@@ -2,91 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from mosar.bench.attention import AttentionBenchmarkSettings, run_attention_benchmark
-from mosar.bench.decode import DecodeBenchmarkSettings, run_decode_benchmark
-from mosar.bench.decode_model import ModelDecodeSettings, run_model_decode_benchmark
-from mosar.bench.decode_table import decode_footer, decode_table, model_footer, model_table
-from mosar.bench.table import attention_footer, attention_table, best_gemm
-from mosar.bench.training import TrainingBenchmarkSettings, run_training_benchmark
-from mosar.bench.training_table import training_footer, training_table
-from mosar.records import (
-    AttentionBenchmark,
-    DecodeBenchmark,
-    ModelDecodeBenchmark,
-    Record,
-    TrainingBenchmark,
-    append_record,
-)
+from mosar.bench.comparison import Comparison, R
+from mosar.bench.table import footer, make_table
+from mosar.records import append_record
 
 # Wide enough for every column.
 _WIDTH = 160
 
-R = TypeVar("R", bound=Record)
 
+def show_comparison(comparison: Comparison[Any, R], json: Path | None = None) -> list[R]:
+    """Runs with progress, appends each row to `json`, shows the rows at the end and returns them.
 
-def show_attention_benchmark(
-    settings: AttentionBenchmarkSettings, json: Path | None = None
-) -> list[AttentionBenchmark]:
-    """Runs, shows and returns the records; after Ctrl-C shows those there are."""
-    return show_benchmark(
-        lambda report: run_attention_benchmark(settings, report),
-        len(settings.cases()),
-        _show_attention,
-        json,
-    )
-
-
-def show_training_benchmark(
-    settings: TrainingBenchmarkSettings, json: Path | None = None
-) -> list[TrainingBenchmark]:
-    """Runs, shows and returns the records; after Ctrl-C shows those there are."""
-    return show_benchmark(
-        lambda report: run_training_benchmark(settings, report),
-        len(settings.cases()),
-        _show_training,
-        json,
-    )
-
-
-def show_decode_benchmark(
-    settings: DecodeBenchmarkSettings, json: Path | None = None
-) -> list[DecodeBenchmark]:
-    """Runs, shows and returns the records; after Ctrl-C shows those there are."""
-    return show_benchmark(
-        lambda report: run_decode_benchmark(settings, report),
-        len(settings.cases()),
-        _show_decode,
-        json,
-    )
-
-
-def show_model_decode_benchmark(
-    settings: ModelDecodeSettings, json: Path | None = None
-) -> list[ModelDecodeBenchmark]:
-    """Runs, shows and returns the records; after Ctrl-C shows those there are."""
-    return show_benchmark(
-        lambda report: run_model_decode_benchmark(settings, report),
-        len(settings.lengths),
-        _show_model_decode,
-        json,
-    )
-
-
-def show_benchmark(
-    run: Callable[[Callable[[str], None]], Iterator[R]],
-    total: int,
-    show: Callable[[list[R]], None],
-    json: Path | None,
-) -> list[R]:
-    """Runs `total` rows with progress, appends each to `json`, shows what there is at the end."""
+    After Ctrl-C it shows the rows there are.
+    """
     records: list[R] = []
+    total = len(comparison.cases())
     progress = _progress()
     task = progress.add_task("", total=total)
 
@@ -95,7 +32,7 @@ def show_benchmark(
         if progress.disable:
             progress.console.print(f"[{len(records)}/{total}] {step}", markup=False)
 
-    rows = run(report)
+    rows = comparison.run(report)
     try:
         with progress:
             for record in rows:
@@ -103,11 +40,9 @@ def show_benchmark(
                 if json is not None:
                     append_record(json, record)
     except KeyboardInterrupt:
-        if records:
-            show(records)
+        _show(comparison, records)
         raise KeyboardInterrupt(f"stopped after {len(records)} of {total} rows") from None
-    if records:
-        show(records)
+    _show(comparison, records)
     return records
 
 
@@ -126,33 +61,15 @@ def _progress() -> Progress:
     )
 
 
-def _wide_console() -> Console:
+def _show(comparison: Comparison[Any, R], records: Sequence[R]) -> None:
+    """One table for each title."""
+    if not records:
+        return
+    columns = comparison.columns(records)
     # A narrower terminal breaks the lines, which reads badly; leaving out figures would be worse.
-    return Console(width=max(Console().width, _WIDTH))
-
-
-def _show_attention(records: list[AttentionBenchmark]) -> None:
-    peak = best_gemm(records)
-    for mode in dict.fromkeys(record.mode for record in records):
-        rows = [record for record in records if record.mode == mode]
-        _wide_console().print(attention_table(rows, peak))
-    _footer(attention_footer(records))
-
-
-def _show_training(records: list[TrainingBenchmark]) -> None:
-    _wide_console().print(training_table(records))
-    _footer(training_footer(records))
-
-
-def _show_decode(records: list[DecodeBenchmark]) -> None:
-    _wide_console().print(decode_table(records))
-    _footer(decode_footer(records))
-
-
-def _show_model_decode(records: list[ModelDecodeBenchmark]) -> None:
-    _wide_console().print(model_table(records))
-    _footer(model_footer(records))
-
-
-def _footer(text: str) -> None:
+    wide = Console(width=max(Console().width, _WIDTH))
+    for title in dict.fromkeys(map(comparison.title_of, records)):
+        rows = [record for record in records if comparison.title_of(record) == title]
+        wide.print(make_table(title, columns, rows, comparison.verdicts))
+    text = footer(records, comparison.notes(records))
     Console().print(text, markup=False, highlight=False, soft_wrap=True)

@@ -1,63 +1,58 @@
 """Training steps side by side: `mosar bench train`.
 
-Per row: check our losses, time everybody's step interleaved, measure the memory of ours.
-
-Ours are checked twice before anything is timed: against the same model in float64 by our dense
-definition, and, for rope, against transformers' Gemma 2 with the same weights.
+Our losses are checked twice before anything is timed: against the same model in float64 by our
+dense definition, and, for rope, against transformers' Gemma 2 with the same weights.
 """
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 
-from mosar.bench.memory import MemoryUnavailable, peak_of, peak_so_far, reset_peak
-from mosar.bench.timing import gemm_gflops, interleave
-from mosar.bench.training_steps import (
-    OURS,
-    SETTINGS,
-    Step,
-    TrainingCase,
-    Unavailable,
-    build_step,
+from mosar.bench.comparison import (
+    Comparison,
+    Report,
+    build_competitors,
+    check_lengths,
+    check_names,
+    with_memory,
+    with_times,
 )
+from mosar.bench.correctness import compare
+from mosar.bench.devices import Cpu
+from mosar.bench.memory import measure_peak
+from mosar.bench.table import MIB, Column, Verdict
+from mosar.bench.timing import interleave
+from mosar.bench.training_steps import OTHERS, OURS, SETTINGS, TrainingCase, build_step
 from mosar.model.decoder import Decoder
-from mosar.records import ErrorCheck, Measurement, TrainingBenchmark
+from mosar.records import ErrorCheck, TrainingBenchmark
 from mosar.training.config import RunConfig
 
 # Rounding of a float32 loss of some units over a few hundred operations deep.
 _TOLERANCE = 2e-5
 _STEPS_OF_MEMORY = 2
-
-Report = Callable[[str], None]
+# What the training step is meant to reach, in ratios of one run: by length.
+_MOSAR_OVER_ROPE = {512: 0.75, 2048: 0.8}
+_MEMORY_LENGTH, _MEMORY_RATIO = 2048, 1.25
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingBenchmarkSettings:
-    """Which rows are measured and how; checks itself."""
-
+class TrainingComparison(Comparison[TrainingCase, TrainingBenchmark]):
     lengths: tuple[int, ...] = (512, 2048)
-    settings: tuple[str, ...] = SETTINGS
+    softcap: tuple[str, ...] = SETTINGS
     preset: str = "small"
-    memory_lengths: tuple[int, ...] = (2048,)
+    memory: tuple[int, ...] = (2048,)
+    """Lengths whose memory is measured."""
     seconds: float = 60.0
-    """About how long the competitors of a row are timed, all together."""
+    title: ClassVar[str] = "training step, tokens/s"
 
     def __post_init__(self) -> None:
-        for length in (*self.lengths, *self.memory_lengths):
-            if length < 1:
-                raise ValueError(f"lengths must be at least 1, got {length}")
-        for setting in self.settings:
-            if setting not in SETTINGS:
-                raise ValueError(f"softcap must be one of {', '.join(SETTINGS)}, got {setting!r}")
-        if not self.lengths or not self.settings:
-            raise ValueError("at least one length and one soft-cap setting are needed")
-        if not self.seconds > 0:
-            raise ValueError(f"seconds must be more than 0, got {self.seconds}")
+        super().__post_init__()
+        check_lengths(self.memory)
+        check_names("softcap", self.softcap, SETTINGS)
         # An unknown preset should be refused now.
         self.cases()[0].config("rope")
 
@@ -65,57 +60,91 @@ class TrainingBenchmarkSettings:
         return [
             TrainingCase(length, setting, self.preset)
             for length in self.lengths
-            for setting in self.settings
+            for setting in self.softcap
         ]
 
-
-def run_training_benchmark(
-    settings: TrainingBenchmarkSettings, report: Report = lambda step: None
-) -> Iterator[TrainingBenchmark]:
-    """Measures row by row; `report` is told what is being done."""
-    for case in settings.cases():
-        row = f"n = {case.length}, {case.setting}"
-        report(f"{row}: building and checking")
-        steps: dict[str, Step] = {}
-        sizes: dict[str, int] = {}
-        measured: dict[str, Measurement] = {}
-        for name in case.competitors():
-            try:
-                steps[name], sizes[name] = build_step(case, name)
-            except Unavailable as error:
-                measured[name] = Measurement(unavailable=str(error))
+    def measure(self, case: TrainingCase, report: Report) -> TrainingBenchmark:
+        report("building and checking")
+        built, missing = build_competitors(case.competitors(), lambda name: build_step(case, name))
+        steps = {name: step for name, (step, _) in built.items()}
         losses = {name: step() for name, step in steps.items()}
         record = TrainingBenchmark(
             preset=case.preset,
             setting=case.setting,
             length=case.length,
             batch=case.batch,
-            parameters=sizes,
-            gemm_gflops=gemm_gflops(),
+            parameters={name: size for name, (_, size) in built.items()},
+            gemm_gflops=Cpu().gemm_gflops(),
             checks=_checks(case, losses),
-            measurements=measured,
+            measurements=missing,
         )
-        if record.correct:
-            report(f"{row}: timing {', '.join(steps)}")
-            times = interleave(steps, seconds=settings.seconds)
-            measured |= {name: Measurement(samples_ms=samples) for name, samples in times.items()}
-            if case.length in settings.memory_lengths:
-                report(f"{row}: memory")
-                measured = _with_memory(measured, case)
-        yield replace(record, measurements=measured)
+        if not record.correct:
+            return record
+        report(f"timing {', '.join(steps)}")
+        record = with_times(record, interleave(steps, seconds=self.seconds))
+        if case.length in self.memory:
+            report("memory")
+            short = replace(case, length=32, tokens_per_step=32)
+            record = with_memory(
+                record, OURS, lambda name: measure_peak(prepare_steps, case, short, name)
+            )
+        return record
+
+    def columns(self, records: Sequence[TrainingBenchmark]) -> list[Column]:
+        def rate(name: str) -> Callable[[TrainingBenchmark], float | None]:
+            return lambda r: r.tokens_per_second(name)
+
+        return [
+            Column("n", lambda r: r.length, is_head=True),
+            Column("soft-caps", lambda r: r.setting, is_head=True),
+            *(Column(name.replace("-", "\n"), rate(name), ",.0f") for name in (*OURS, *OTHERS)),
+            Column("rope\n/ gemma2", lambda r: r.rope_over_gemma2, ".2f"),
+            Column("rope\n/ nanogpt", lambda r: r.rope_over_nanogpt, ".2f"),
+            Column("mosar\n/ rope", lambda r: r.mosar_over_rope, ".2f"),
+            Column(
+                "memory MiB\nmosar / rope",
+                lambda r: (r.peak_bytes("mosar"), r.peak_bytes("rope")),
+                ",.0f",
+                MIB,
+            ),
+        ]
+
+    def judge(self, record: TrainingBenchmark) -> list[Verdict]:
+        at_least = {
+            "rope ≥ gemma2": (record.rope_over_gemma2, 1.0),
+            "rope ≥ nanogpt": (record.rope_over_nanogpt, 1.0),
+        }
+        if record.length in _MOSAR_OVER_ROPE:
+            least = _MOSAR_OVER_ROPE[record.length]
+            at_least[f"mosar ≥ {least:g} rope"] = (record.mosar_over_rope, least)
+        found = [
+            Verdict(text, ratio >= least)
+            for text, (ratio, least) in at_least.items()
+            if ratio is not None
+        ]
+        memory = record.memory_ratio if record.length == _MEMORY_LENGTH else None
+        if memory is not None:
+            found.append(Verdict(f"memory ≤ {_MEMORY_RATIO:g}×", memory <= _MEMORY_RATIO))
+        return found
+
+    def notes(self, records: Sequence[TrainingBenchmark]) -> str:
+        first, gemm = records[0], max(record.gemm_gflops for record in records)
+        return (
+            f"GEMM peak {gemm:.0f} GFLOP/s in this run. Preset {first.preset}, "
+            f"{first.parameters.get('rope', 0):,} parameters of rope. A step is forward, backward, "
+            "clipping and AdamW. gemma2 is the faster of transformers' two. Memory: peak of "
+            "parameters, optimizer and two steps in a fresh process."
+        )
 
 
 def _checks(case: TrainingCase, losses: dict[str, float]) -> dict[str, ErrorCheck]:
     """Our first losses against float64, and transformers' against ours: the same task."""
-    checks = {}
-    for name in OURS:
-        exact = exact_loss(case.config(name), case)
-        checks[name] = ErrorCheck(error=abs(losses[name] - exact), budget=_TOLERANCE * abs(exact))
-    for name in ("gemma2-eager", "gemma2-sdpa"):
-        if name in losses:
-            error, budget = abs(losses[name] - losses["rope"]), _TOLERANCE * losses["rope"]
-            checks[name] = ErrorCheck(error=error, budget=budget)
-    return checks
+    exact = {name: exact_loss(case.config(name), case) for name in OURS}
+    exact |= {name: losses["rope"] for name in losses if name.startswith("gemma2")}
+    return {
+        name: compare(abs(losses[name] - loss), _TOLERANCE * abs(loss))
+        for name, loss in exact.items()
+    }
 
 
 @torch.no_grad()
@@ -131,34 +160,12 @@ def exact_loss(config: RunConfig, case: TrainingCase) -> float:
     return total / len(tokens)
 
 
-def _with_memory(measured: dict[str, Measurement], case: TrainingCase) -> dict[str, Measurement]:
-    result = dict(measured)
-    for name in OURS:
-        try:
-            result[name] = replace(result[name], peak_bytes=measure_step_peak(case, name))
-        except MemoryUnavailable as error:
-            result[name] = replace(result[name], unavailable=str(error))
-    return result
+def prepare_steps(case: TrainingCase, name: str) -> Callable[[], None]:
+    """What memory is measured of: parameters, optimizer and steps together."""
 
+    def build_and_step() -> None:
+        step, _ = build_step(case, name)
+        for _ in range(_STEPS_OF_MEMORY):
+            step()
 
-def measure_step_peak(case: TrainingCase, name: str) -> int:
-    """Bytes of parameters, optimizer and steps together, in a process of its own."""
-    task = {"case": asdict(case), "name": name, "threads": torch.get_num_threads()}
-    return peak_of("mosar.bench.training", task)
-
-
-def _main() -> None:
-    task = json.load(sys.stdin)
-    torch.set_num_threads(task["threads"])
-    case = TrainingCase(**task["case"])
-    # Loads everything there is to load, at a length that takes next to nothing.
-    build_step(replace(case, length=32, tokens_per_step=32), task["name"])[0]()
-    before = reset_peak()
-    step, _ = build_step(case, task["name"])
-    for _ in range(_STEPS_OF_MEMORY):
-        step()
-    print(peak_so_far() - before)
-
-
-if __name__ == "__main__":
-    _main()
+    return build_and_step

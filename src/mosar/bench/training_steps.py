@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mosar.geometries import VARIANTS
-from mosar.model.config import ModelConfig
+from mosar.bench.comparison import Unavailable
+from mosar.bench.transformers_models import build_gemma2
 from mosar.training.batches import Batch, Batches
 from mosar.training.config import RunConfig, resolve_config
 from mosar.training.learner import Learner, update
@@ -40,10 +40,6 @@ Step = Callable[[], float]
 """One update; returns the loss before it."""
 
 
-class Unavailable(RuntimeError):
-    """A competitor cannot run here; the message says why."""
-
-
 @dataclass(frozen=True)
 class TrainingCase:
     """One row: a model of the preset's size at a length, with or without soft-caps."""
@@ -55,13 +51,16 @@ class TrainingCase:
     tokens_per_step: int = 2048
     """At least one window is taken."""
 
+    def __str__(self) -> str:
+        return f"n = {self.length}, {self.setting}"
+
     @property
     def batch(self) -> int:
         return max(1, self.tokens_per_step // self.length)
 
     def config(self, variant: str) -> RunConfig:
         changes = [f"model.max_length={self.length}", f"train.micro_batch={self.batch}"]
-        changes += ["train.accumulation=1"]
+        changes.append("train.accumulation=1")
         if self.setting == PLAIN:
             changes += ["model.attn_softcap=none", "model.final_softcap=none"]
         return resolve_config(
@@ -119,7 +118,7 @@ def _our_step(case: TrainingCase, variant: str) -> tuple[Step, int]:
 
 
 def _gemma2_step(case: TrainingCase, attention: str) -> tuple[Step, int]:
-    model = gemma2_model(case.config("rope"), attention)
+    model = build_gemma2(case.config("rope"), attention)
     tokens, train = case.tokens(), case.config("rope").train
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=1e-5, betas=train.betas, fused=True)
@@ -134,64 +133,6 @@ def _gemma2_step(case: TrainingCase, attention: str) -> tuple[Step, int]:
         return loss.item()
 
     return step, sum(parameter.numel() for parameter in parameters)
-
-
-def gemma2_model(config: RunConfig, attention: str) -> Any:
-    """transformers' Gemma 2 of the same size, with the weights that our rope starts from."""
-    try:
-        from transformers import Gemma2Config, Gemma2ForCausalLM
-    except ImportError as error:
-        raise Unavailable(f'needs transformers ({error}): pip install "mosar[hf]"') from None
-    from mosar.model.decoder import Decoder
-
-    sizes: dict[str, Any] = _gemma2_sizes(config.model)
-    theirs = Gemma2ForCausalLM(Gemma2Config(**sizes))
-    # Asked for openly it is refused, for its lack of a soft-cap; here there is none.
-    theirs.config._attn_implementation_internal = attention
-    ours = Decoder(config.model, VARIANTS["rope"])
-    ours.init_weights(config.train.seed)
-    with torch.no_grad():
-        for name, parameter in ours.named_parameters():
-            theirs.get_parameter(_gemma2_name(name)).copy_(parameter)
-    return theirs.train()
-
-
-def _gemma2_sizes(model: ModelConfig) -> dict[str, Any]:
-    return {
-        "vocab_size": model.vocab_size,
-        "hidden_size": model.hidden_size,
-        "num_hidden_layers": model.num_layers,
-        "num_attention_heads": model.num_heads,
-        "num_key_value_heads": model.num_kv_heads,
-        "head_dim": model.head_dim,
-        "intermediate_size": model.ffn_size,
-        "query_pre_attn_scalar": int(model.query_pre_attn_scalar),
-        "attn_logit_softcapping": model.attn_softcap,
-        "final_logit_softcapping": model.final_softcap,
-        "rms_norm_eps": model.norm_eps,
-        "layer_types": ["full_attention"] * model.num_layers,
-        "sliding_window": model.max_length,
-        "max_position_embeddings": model.max_length,
-        "pad_token_id": None,
-        "attn_implementation": "eager",
-    }
-
-
-_RENAMED = {
-    "embedding.": "embed_tokens.",
-    ".attention.": ".self_attn.",
-    ".ffn.": ".mlp.",
-    ".pre_attention_norm.": ".input_layernorm.",
-    ".post_attention_norm.": ".post_attention_layernorm.",
-    ".pre_ffn_norm.": ".pre_feedforward_layernorm.",
-    ".post_ffn_norm.": ".post_feedforward_layernorm.",
-}
-
-
-def _gemma2_name(name: str) -> str:
-    for ours, theirs in _RENAMED.items():
-        name = name.replace(ours, theirs)
-    return f"model.{name}"
 
 
 def _nanogpt_step(case: TrainingCase) -> tuple[Step, int]:

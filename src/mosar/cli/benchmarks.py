@@ -1,13 +1,17 @@
-"""`mosar bench`: speed and memory, side by side."""
+"""`mosar bench`: speed and memory, side by side.
+
+An option has the name of the comparison's field that it sets; one that is not given leaves it to
+its default.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Option
 
 from mosar.cli.app import bench_app
 from mosar.cli.shared import (
@@ -23,66 +27,56 @@ from mosar.cli.shared import (
     write_whole,
 )
 
+if TYPE_CHECKING:
+    from mosar.bench.comparison import Comparison
+
+_SHAPES = "Query heads x key/value heads x head dim"
+_LABELS = (
+    "independent or clustered (the paper's shares at 8k), or FILE.npz with integer arrays labels_q "
+    "and labels_k."
+)
+_FLEX = "FlexAttention compiles for ten seconds a length, so on the CPU from 1024 to 4096 tokens."
+Labels = Annotated[str, Option(help=_LABELS)]
+Seed = Annotated[int, Option(min=0, help="Of labels, queries, keys and values.")]
+Seconds = Annotated[float, Option(help="About how long a row is timed, in 5 to 30 rounds.")]
+Geometry = Annotated[
+    Path | None, Option(help="A MoSARConfig as JSON; by default the paper's geometry.")
+]
+Json = Annotated[Path | None, Option(help="Append a record a row to this file, as it is measured.")]
+
 
 @bench_app.command("attention")
 def bench_attention(
     mode: Annotated[
-        str,
-        typer.Option(help="Some of sparse, sparse-train, soft-train, distance-train."),
+        str, Option(help="Some of sparse, sparse-train, soft-train, distance-train.")
     ] = "sparse",
-    shapes: Annotated[
-        str, typer.Option(help="Query heads x key/value heads x head dim.")
-    ] = "8x1x256,8x8x64,9x3x64",
+    shapes: Annotated[str, Option(help=f"{_SHAPES}.")] = "8x1x256,8x8x64,9x3x64",
     lengths: Annotated[
         str | None,
-        typer.Option(
-            help="Tokens. By default 256 to 8192 for sparse, 2048,8192 for sparse-train, else 2048."
-        ),
+        Option(help="Tokens; else 256 to 8192 (sparse), 2048,8192 (sparse-train) or 2048."),
     ] = None,
     competitors: Annotated[
         str | None,
-        typer.Option(
-            help="Some of sdpa, flash (GPU), reference, flex, flex-sorted, ours. By default all; "
-            "compiling FlexAttention takes ten seconds a length, so on the CPU only from 1024 to "
-            "4096 tokens."
+        Option(
+            help="Some of sdpa, flash (GPU), reference, flex, flex-sorted, ours; else all. " + _FLEX
         ),
     ] = None,
-    labels: Annotated[
-        str,
-        typer.Option(
-            help="independent or clustered (the paper's shares at 8k), or FILE.npz with integer "
-            "arrays labels_q and labels_k."
-        ),
-    ] = "independent",
+    labels: Labels = "independent",
     memory: Annotated[
         str | None,
-        typer.Option(
-            help="Tokens at which peak memory is measured, or none. By default 8192, or the "
-            "largest of --lengths up to it."
-        ),
+        Option(help="Tokens where memory is measured, or none; else 8192 or the most up to it."),
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu, or cuda for a GPU (CUDA or HIP).")] = "cpu",
+    device: Annotated[str, Option(help="cpu, or cuda for a GPU (CUDA or HIP).")] = "cpu",
     dtype: Annotated[
-        str | None,
-        typer.Option(
-            help="float32, bfloat16 or float16. By default float32 on the CPU, else bfloat16.",
-            show_default=False,
-        ),
+        str | None, Option(help="float32, bfloat16 or float16; else float32, bfloat16 on a GPU.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of labels, queries, keys and values.")] = 0,
+    seed: Seed = 0,
     threads: Threads = None,
-    seconds: Annotated[
-        float, typer.Option(help="About how long a row is timed; 5 to 30 rounds in any case.")
-    ] = 10.0,
-    config: Annotated[
-        Path | None,
-        typer.Option(help="A MoSARConfig as JSON; by default the paper's geometry."),
-    ] = None,
-    json: Annotated[
-        Path | None, typer.Option(help="Append a record a row to this file, as it is measured.")
-    ] = None,
+    seconds: Seconds = 10.0,
+    config: Geometry = None,
+    json: Json = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw speed-up against length: .png, .svg or .pdf.")
+        Path | None, Option(help="Draw speed-up against length: .png, .svg or .pdf.")
     ] = None,
 ) -> None:
     """Time attention side by side: dense SDPA, FlexAttention, our reference, ours.
@@ -100,52 +94,26 @@ def bench_attention(
 
     Example: mosar bench attention --device cuda --mode sparse,sparse-train,soft-train
     """
+    options = locals()
     with one_line_errors():
-        geometry = load_config(config, None)
-        from mosar.bench.attention import AttentionBenchmarkSettings
-        from mosar.bench.cases import Shape
-        from mosar.bench.terminal import show_attention_benchmark
+        from mosar.bench.attention import AttentionComparison
 
-        with reported():
-            settings = AttentionBenchmarkSettings(
-                modes=listed(mode),
-                shapes=tuple(Shape.parse(shape) for shape in listed(shapes)),
-                lengths=None if lengths is None else numbers("--lengths", lengths),
-                memory_lengths=_memory_lengths(memory),
-                competitors=None if competitors is None else listed(competitors),
-                labels=labels,
-                seed=seed,
-                seconds=seconds,
-                config=geometry,
-                device=device,
-                dtype=dtype,
-            )
-        suffix = None if plot is None else figure_suffix("--plot", plot)
-        records = _measure(partial(show_attention_benchmark, settings), threads, json, plot)
-        if plot is not None and any(record.speedup is not None for record in records):
-            from mosar.report.figures import draw_speedup, render_figure
-
-            write_whole(plot, render_figure(draw_speedup(records), suffix or ""))
-        _refuse_wrong(records)
+        _compare(AttentionComparison, options)
 
 
 @bench_app.command("train")
 def bench_train(
-    lengths: Annotated[str, typer.Option(help="Tokens of a window.")] = "512,2048",
+    lengths: Annotated[str, Option(help="Tokens of a window.")] = "512,2048",
     softcap: Annotated[
-        str, typer.Option(help="capped (Gemma 2's soft-caps), plain (none), or both.")
+        str, Option(help="capped (Gemma 2's soft-caps), plain (none), or both.")
     ] = "capped,plain",
-    preset: Annotated[str, typer.Option(help="The size of the model.")] = "small",
+    preset: Annotated[str, Option(help="The size of the model.")] = "small",
     memory: Annotated[
-        str, typer.Option(help="Tokens at which peak memory is measured, or none.")
+        str, Option(help="Tokens at which peak memory is measured, or none.")
     ] = "2048",
     threads: Threads = None,
-    seconds: Annotated[
-        float, typer.Option(help="About how long a row is timed; 5 to 30 rounds in any case.")
-    ] = 60.0,
-    json: Annotated[
-        Path | None, typer.Option(help="Append a record a row to this file, as it is measured.")
-    ] = None,
+    seconds: Seconds = 60.0,
+    json: Json = None,
 ) -> None:
     """Time a training step: our rope and mosar, transformers' Gemma 2, a nanoGPT-style loop.
 
@@ -157,65 +125,33 @@ def bench_train(
 
     Example: mosar bench train --lengths 512 --softcap plain --seconds 20 --json train.jsonl
     """
+    options = locals()
     with one_line_errors():
-        from mosar.bench.terminal import show_training_benchmark
-        from mosar.bench.training import TrainingBenchmarkSettings
+        from mosar.bench.training import TrainingComparison
 
-        with reported():
-            settings = TrainingBenchmarkSettings(
-                lengths=numbers("--lengths", lengths),
-                settings=listed(softcap),
-                preset=preset,
-                memory_lengths=_memory_lengths(memory) or (),
-                seconds=seconds,
-            )
-        _refuse_wrong(_measure(partial(show_training_benchmark, settings), threads, json))
+        _compare(TrainingComparison, options)
 
 
 @bench_app.command("decode")
 def bench_decode(
-    shapes: Annotated[
-        str, typer.Option(help="Query heads x key/value heads x head dim; not with --model.")
-    ] = "9x3x64,8x1x256",
+    shapes: Annotated[str, Option(help=f"{_SHAPES}; not with --model.")] = "9x3x64,8x1x256",
     lengths: Annotated[
         str | None,
-        typer.Option(
-            help="Tokens of context at the last step. By default 2048,4096,8192,16384; with "
-            "--model 16384.",
-            show_default=False,
-        ),
+        Option(help="Tokens at the last step; else 2048,4096,8192,16384, with --model 16384."),
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(
-            help="Time whole models of these sizes instead: smollm2, or tiny to try it out.",
-            show_default=False,
-        ),
+        Option(help="Time whole models of these sizes instead: smollm2, or tiny to try it out."),
     ] = None,
-    labels: Annotated[
-        str,
-        typer.Option(
-            help="independent or clustered (the paper's shares at 8k), or FILE.npz with integer "
-            "arrays labels_q and labels_k."
-        ),
-    ] = "independent",
-    seed: Annotated[int, typer.Option(min=0, help="Of labels, queries, keys and values.")] = 0,
+    labels: Labels = "independent",
+    seed: Seed = 0,
     threads: Threads = None,
     seconds: Annotated[
         float | None,
-        typer.Option(
-            help="About how long a row is timed; 5 to 30 passes in any case. By default 5; with "
-            "--model 20.",
-            show_default=False,
-        ),
+        Option(help="About how long a row is timed, 5 to 30 passes; else 5, with --model 20."),
     ] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option(help="A MoSARConfig as JSON; by default the paper's geometry."),
-    ] = None,
-    json: Annotated[
-        Path | None, typer.Option(help="Append a record a row to this file, as it is measured.")
-    ] = None,
+    config: Geometry = None,
+    json: Json = None,
 ) -> None:
     """Time one decode step's attention: the regime cache against SDPA over a dense cache.
 
@@ -231,51 +167,61 @@ def bench_decode(
 
     Example: mosar bench decode --model smollm2
     """
+    options = locals()
     with one_line_errors():
-        geometry = load_config(config, None)
-        from mosar.bench import terminal
-        from mosar.bench.cases import Shape
-        from mosar.bench.decode import DecodeBenchmarkSettings
-        from mosar.bench.decode_model import ModelDecodeSettings
+        from mosar.bench.decode import DecodeComparison
+        from mosar.bench.decode_model import ModelDecodeComparison
 
-        common: dict[str, Any] = {"labels": labels, "seed": seed, "config": geometry}
-        with reported():
-            if lengths is not None:
-                common["lengths"] = numbers("--lengths", lengths)
-            if seconds is not None:
-                common["seconds"] = seconds
-            if model is None:
-                common["shapes"] = tuple(Shape.parse(shape) for shape in listed(shapes))
-                run = partial(terminal.show_decode_benchmark, DecodeBenchmarkSettings(**common))
-            else:
-                settings = ModelDecodeSettings(model=model, **common)
-                run = partial(terminal.show_model_decode_benchmark, settings)
-        _refuse_wrong(_measure(run, threads, json))
+        if model is None:
+            _compare(DecodeComparison, options)
+        else:
+            del options["shapes"]
+            _compare(ModelDecodeComparison, options)
 
 
-Rows = TypeVar("Rows", bound=Sequence[Any])
+def _shapes(text: str) -> tuple[Any, ...]:
+    from mosar.bench.problem import Shape
+
+    return tuple(Shape.parse(shape) for shape in listed(text))
 
 
-def _measure(
-    show: Callable[[Path | None], Rows], threads: int | None, json: Path | None, *files: Path | None
-) -> Rows:
-    """The rows of a benchmark, appended to `json`; `files` are to be written after it."""
+# How the text of an option becomes its value, where it is not taken as it is.
+_READ: dict[str, Callable[[Any], Any]] = {
+    "mode": listed,
+    "softcap": listed,
+    "competitors": listed,
+    "shapes": _shapes,
+    "lengths": partial(numbers, "--lengths"),
+    "memory": lambda text: () if text == "none" else numbers("--memory", text),
+    "config": lambda path: load_config(path, None),
+}
+
+
+def _compare(comparison_of: type[Comparison[Any, Any]], options: dict[str, Any]) -> None:
+    """Measures, writes --json and --plot, and fails where a result is wrong."""
+    json, plot, threads = (options.pop(name, None) for name in ("json", "plot", "threads"))
+    with reported():
+        comparison = comparison_of(
+            **{
+                name: _READ.get(name, lambda value: value)(value)
+                for name, value in options.items()
+                if value is not None
+            }
+        )
+    suffix = None if plot is None else figure_suffix("--plot", plot)
     # A long run must not end in a file that cannot be written.
-    for path in (json, *files):
-        if path is not None and not path.absolute().parent.is_dir():
+    for path in filter(None, (json, plot)):
+        if not path.absolute().parent.is_dir():
             raise CommandFailed(f"cannot write {path}: its folder does not exist")
     use_threads(threads)
+    from mosar.bench.terminal import show_comparison
+
     with reported(ValueError, RuntimeError):
-        return show(json)
+        records = show_comparison(comparison, json)
+    if suffix is not None and any(record.speedup is not None for record in records):
+        from mosar.report.figures import draw_speedup, render_figure
 
-
-def _refuse_wrong(records: Sequence[Any]) -> None:
-    wrong = [record for record in records if not record.correct]
+        write_whole(plot, render_figure(draw_speedup(records), suffix))
+    wrong = sum(not record.correct for record in records)
     if wrong:
-        raise CommandFailed(f"{len(wrong)} of {len(records)} rows gave a wrong result")
-
-
-def _memory_lengths(text: str | None) -> tuple[int, ...] | None:
-    if text is None:
-        return None
-    return () if text == "none" else numbers("--memory", text)
+        raise CommandFailed(f"{wrong} of {len(records)} rows gave a wrong result")

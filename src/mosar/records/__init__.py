@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from mosar.records.benchmarks import (
     AttentionBenchmark,
+    Benchmark,
     DecodeBenchmark,
     ModelDecodeBenchmark,
     TrainingBenchmark,
@@ -24,6 +25,7 @@ from mosar.records.training import Cell, TrainingRecord
 __all__ = [
     "SCHEMA_VERSION",
     "AttentionBenchmark",
+    "Benchmark",
     "Cell",
     "DecodeBenchmark",
     "ErrorCheck",

@@ -1,4 +1,4 @@
-"""The problems that are measured, and the calls that solve them.
+"""The attention problems that are measured, and the calls that solve them.
 
     sparse           forward, only the pairs of the support
     sparse-train     forward and backward of the same: dq, dk, dv
@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,7 @@ from torch import Tensor
 from mosar.attention import distance_attention, mosar_attention
 from mosar.bench.labels import make_labels
 from mosar.core.config import MoSARConfig
+from mosar.core.hard_domain import build_hard_domain
 from mosar.core.routers import forced_routing
 
 MODES = ("sparse", "sparse-train", "soft-train", "distance-train")
@@ -63,6 +65,15 @@ class Case:
     dtype: str = "float32"
     """Of q, k and v."""
 
+    def __str__(self) -> str:
+        return f"{self.mode} {self.shape}, n = {self.length}"
+
+    def record_fields(self) -> dict[str, Any]:
+        """What every record of it says."""
+        # A file without its folder.
+        labels = Path(self.labels).name if self.is_sparse else "none"
+        return {"length": self.length, "labels": labels, "seed": self.seed}
+
     @property
     def trains(self) -> bool:
         return self.mode.endswith("-train")
@@ -96,16 +107,24 @@ class Problem:
         routed = (self.pi_q, self.pi_k) if self.case.mode == "soft-train" else ()
         return (self.q, self.k, self.v, *routed)
 
+    @property
+    def labels(self) -> tuple[Tensor, Tensor]:
+        """Of queries and keys, [1, tokens] each."""
+        return self.pi_q.argmax(dim=-1), self.pi_k.argmax(dim=-1)
 
-def build_problem(case: Case) -> Problem:
+
+def build_problem(case: Case, num_queries: int | None = None) -> Problem:
+    """With queries for all tokens, or in mode "sparse" for the last ones."""
     generator = torch.Generator().manual_seed(case.seed)
     shape, length = case.shape, case.length
+    start = 0 if num_queries is None else length - num_queries
 
-    def normal(heads: int) -> Tensor:
+    def normal(heads: int, length: int) -> Tensor:
         drawn = torch.randn(1, heads, length, shape.head_dim, generator=generator)
         return drawn.to(case.device, getattr(torch, case.dtype))
 
-    q, k, v = normal(shape.heads), normal(shape.kv_heads), normal(shape.kv_heads)
+    q = normal(shape.heads, length - start)
+    k, v = normal(shape.kv_heads, length), normal(shape.kv_heads, length)
     regimes = case.config.num_regimes
     if case.is_sparse:
         labels = make_labels(case.labels, length, case.seed, case.config)
@@ -115,8 +134,10 @@ def build_problem(case: Case) -> Problem:
         pi_q, pi_k = torch.softmax(logits, dim=-1).unbind()
     else:
         pi_q = pi_k = forced_routing(case.config, case.config.global_index, 1, length)
-    pi_q, pi_k = pi_q.to(case.device), pi_k.to(case.device)
-    problem = Problem(case, q, k, v, pi_q, pi_k, normal(shape.heads) if case.trains else q)
+    pi_q, pi_k = pi_q[:, start:].to(case.device), pi_k.to(case.device)
+    dout = normal(shape.heads, length) if case.trains else q
+    positions = torch.arange(start, length, device=case.device)[None] if start else None
+    problem = Problem(case, q, k, v, pi_q, pi_k, dout, positions)
     if case.trains:
         for leaf in problem.leaves:
             leaf.requires_grad_()
@@ -168,9 +189,27 @@ def solve(
 
 def call_of(problem: Problem, competitor: str) -> Callable[[], tuple[Tensor, ...]]:
     """The timed call of "sdpa", "flash", "reference" or "ours"."""
-    if competitor == "flash":
-        return lambda: solve(problem, _attend_flash, problem.leaves[:3])
-    if competitor == "sdpa":
-        return lambda: solve(problem, attend_dense, problem.leaves[:3])
+    if competitor in ("sdpa", "flash"):
+        forward = attend_dense if competitor == "sdpa" else _attend_flash
+        return lambda: solve(problem, forward, problem.leaves[:3])
     impl = {"ours": "auto", "reference": "reference"}[competitor]
     return lambda: solve(problem, lambda given: attend(given, impl), problem.leaves)
+
+
+def prepare_call(case: Case, competitor: str) -> Callable[[], tuple[Tensor, ...]]:
+    return call_of(build_problem(case), competitor)
+
+
+def count_pairs(problem: Problem) -> tuple[int, int]:
+    """Pairs that are evaluated, and all causal ones."""
+    length = problem.case.length
+    causal = length * (length + 1) // 2
+    if not problem.case.is_sparse:
+        return causal, causal
+    domain = build_hard_domain(
+        *problem.labels,
+        problem.case.config,
+        query_positions=problem.query_positions,
+        materialize=False,
+    )
+    return domain.count, domain.causal_count
