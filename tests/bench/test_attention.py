@@ -69,6 +69,7 @@ def test_table_and_records(tmp_path):
     for name in ("shape", "ρ", "SDPA", "reference", "ours", "speed-up", "plan", "memory", "target"):
         assert name in result.stdout
     assert "GFLOP/s" in result.stdout
+    assert " 300 │" in result.stdout
     assert "GEMM peak 100 GFLOP/s" in result.stdout
     assert "Labels: independent, seed 0" in result.stdout
     assert "4x2x8, n = 300" in result.stderr

@@ -9,8 +9,14 @@ from typer.testing import CliRunner
 
 from mosar.bench import training
 from mosar.bench.terminal import show_comparison
-from mosar.bench.training import TrainingComparison, exact_loss
-from mosar.bench.training_steps import OTHERS, OURS, TrainingCase, build_step
+from mosar.bench.training import (
+    OTHERS,
+    OURS,
+    TrainingCase,
+    TrainingComparison,
+    build_step,
+    exact_loss,
+)
 from mosar.cli import app
 from mosar.records import Measurement, read_records
 

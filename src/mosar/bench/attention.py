@@ -1,52 +1,45 @@
 """Attention, ours against others: `mosar bench attention`.
 
-sdpa          torch's dense causal attention, without any geometry: the one to beat
-flash         the same, FlashAttention and nothing else (GPU)
-reference     our dense definition in plain PyTorch
-flex          FlexAttention compiled, tokens as they come
-flex-sorted   FlexAttention compiled, tokens sorted by our plan
-ours          the public operator with impl="auto"
+    sdpa          torch's dense causal attention, without any geometry: the one to beat
+    flash         the same, FlashAttention and nothing else (GPU)
+    reference     our dense definition in plain PyTorch
+    flex          FlexAttention compiled, tokens as they come
+    flex-sorted   FlexAttention compiled, tokens sorted by our plan
+    ours          the public operator with impl="auto"
+
+The plan that ours makes in each call is timed by itself, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import accumulate
 
-from torch import Tensor
-
-from mosar.bench.comparison import (
-    Report,
-    RoutedComparison,
-    Unavailable,
-    build_competitors,
-    check_lengths,
-    check_names,
-    with_memory,
-    with_times,
-)
+from mosar.bench.comparison import Report, RoutedComparison, Unavailable, check_names
 from mosar.bench.correctness import check_problem, choose_rows, dense_rows, largest_error
 from mosar.bench.devices import DEVICES, DTYPES, Cpu, Cuda, open_device
 from mosar.bench.flex import first_call, flex_call
 from mosar.bench.problem import MODES, Case, Problem, Shape, build_problem, call_of, count_pairs
-from mosar.bench.table import MIB, Column, Verdict, significant
+from mosar.bench.table import MIB, Column, Verdict, verdict
 from mosar.bench.timing import interleave
 from mosar.core.layout import resolve_layout
 from mosar.kernels.build import NativeBuildError
-from mosar.kernels.plan import Plan, PlanInput, build_plan, dense_plan_input, sparse_plan_input
+from mosar.kernels.plan import build_plan, dense_plan_input, sparse_plan_input
 from mosar.records import AttentionBenchmark, Measurement, environment
 
-COMPETITORS = ("sdpa", "flash", "reference", "flex", "flex-sorted", "ours")
+# By device; on the CPU torch's dense attention is its FlashAttention.
+COMPETITORS = {
+    "cpu": ("sdpa", "reference", "flex", "flex-sorted", "ours"),
+    "cuda": ("sdpa", "flash", "reference", "flex", "flex-sorted", "ours"),
+}
 SHAPES = (Shape(8, 1, 256), Shape(8, 8, 64), Shape(9, 3, 64))
 # By device and mode; a GPU is idle in short ones.
 _LENGTHS = {
     "cpu": {"sparse": (256, 512, 1024, 2048, 4096, 8192), "sparse-train": (2048, 8192)},
-    "cuda": {
-        "sparse": (1024, 2048, 4096, 8192, 16384, 32768),
-        "sparse-train": (2048, 8192, 32768),
-    },
+    "cuda": {"sparse": (1024, 2048, 4096, 8192, 16384, 32768), "sparse-train": (2048, 8192, 32768)},
 }
 _OTHER_LENGTHS = {"cpu": (2048,), "cuda": (2048, 8192)}
 _MEMORY_LENGTH = 8192
@@ -62,12 +55,11 @@ _DESCRIPTIONS = {
     "soft-train": "forward + backward of soft routing, all pairs",
     "distance-train": "forward + backward with a soft-cap, all pairs",
 }
-# Targets on two cores in float32: the share of 1 / rho over dense SDPA that sparse routing must
-# reach from 8192 tokens on.
+# Targets on two cores in float32: how much slower than SDPA training with all pairs may be, and the
+# share of 1 / rho over dense SDPA that sparse routing must reach from 8192 tokens on.
+_DENSE_TRAINING = {"soft-train": 1.3, "distance-train": 1.2}
 _FORWARD = {"8x1x256": 0.8, "9x3x64": 0.7, "8x8x64": 0.6}
 _BACKWARD = {"8x1x256": 0.6, "9x3x64": 0.45, "8x8x64": 0.45}
-
-Call = Callable[[], tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,20 +84,13 @@ class AttentionComparison(RoutedComparison[AttentionBenchmark]):
         if self.device == "cpu" and self.dtype not in (None, "float32"):
             raise ValueError(f"on the CPU dtype must be float32, got {self.dtype!r}")
         check_names("mode", self.mode, MODES)
-        check_names("competitor", self.chosen_competitors, self._known_competitors)
-        if not self.shapes:
-            raise ValueError("at least one shape is needed")
-        check_lengths(self.memory)
+        check_names("competitor", self.chosen_competitors, COMPETITORS[self.device])
+        self.check_lengths(self.memory)
         super().__post_init__()
 
     @property
-    def _known_competitors(self) -> tuple[str, ...]:
-        # On the CPU torch's dense attention is its FlashAttention.
-        return tuple(name for name in COMPETITORS if self.device != "cpu" or name != "flash")
-
-    @property
     def chosen_competitors(self) -> tuple[str, ...]:
-        return self._known_competitors if self.competitors is None else self.competitors
+        return COMPETITORS[self.device] if self.competitors is None else self.competitors
 
     def timed_lengths(self, mode: str) -> tuple[int, ...]:
         if self.lengths is not None:
@@ -133,11 +118,9 @@ class AttentionComparison(RoutedComparison[AttentionBenchmark]):
     def opened(self) -> Cpu | Cuda:
         return open_device(self.device, self.dtype)
 
-    def prepare(self) -> None:
-        super().prepare()
+    def run(self, report: Report = lambda step: None) -> Iterator[AttentionBenchmark]:
         _ = self.opened
 
-    def run(self, report: Report = lambda step: None) -> Iterator[AttentionBenchmark]:
         def keep_peak(before: AttentionBenchmark, row: AttentionBenchmark) -> AttentionBenchmark:
             # Whoever else used the machine at one moment must not set its peak.
             return replace(row, gemm_gflops=max(before.gemm_gflops, row.gemm_gflops))
@@ -168,32 +151,29 @@ class AttentionComparison(RoutedComparison[AttentionBenchmark]):
         if record.correct and case.length in self.memory_lengths:
             report("memory")
             asked = [name for name in ("sdpa", "ours") if name in self.chosen_competitors]
-            record = with_memory(record, asked, partial(device.measure_peak, problem.case))
+            record = self.with_memory(record, asked, partial(device.measure_peak, problem.case))
         return record
 
     def _with_times(
         self, record: AttentionBenchmark, problem: Problem, report: Report
     ) -> AttentionBenchmark:
-        calls, missing = build_competitors(
+        calls, missing = self.build(
             self.chosen_competitors, lambda name: self._build_call(name, problem, report)
         )
         report("timing " + ", ".join(calls))
-        timed: dict[str, Callable[[], object]] = dict(calls)
         if "ours" in calls:
-            timed["plan"] = _plan_call(problem)
-        for call in timed.values():
+            calls["plan"] = _plan_call(problem)
+        for call in calls.values():
             self.opened.warm_up(call)
-        times = interleave(timed, seconds=self.seconds, time_calls=self.opened.seconds)
+        times = interleave(calls, seconds=self.seconds, time_calls=self.opened.seconds)
         plan = Measurement(samples_ms=times.pop("plan", ()))
-        return with_times(replace(record, measurements=missing, plan=plan), times)
+        return self.with_times(replace(record, measurements=missing, plan=plan), times)
 
-    def _build_call(self, name: str, problem: Problem, report: Report) -> Call:
+    def _build_call(self, name: str, problem: Problem, report: Report) -> Callable[[], object]:
         """The call of a competitor, which has given our result where it should."""
         case, (first, last) = problem.case, _FLEX_LENGTHS
         if name == "reference" and case.length > _REFERENCE_LENGTH:
-            raise Unavailable(
-                f"the reference holds n x n tensors; timed up to n = {_REFERENCE_LENGTH}"
-            )
+            raise Unavailable(f"it holds n x n tensors; timed up to n = {_REFERENCE_LENGTH}")
         if not name.startswith("flex"):
             call = call_of(problem, name)
             if name == "flash":
@@ -201,9 +181,7 @@ class AttentionComparison(RoutedComparison[AttentionBenchmark]):
             return call
         unasked = self.device == "cpu" and self.competitors is None
         if unasked and not first <= case.length <= last:
-            raise Unavailable(
-                f"compiled for {first} to {last} tokens unless it is asked for by name"
-            )
+            raise Unavailable(f"unless asked for by name, compiled for {first} to {last} tokens")
         report(f"compiling {name}")
         call = flex_call(problem, is_sorted=name == "flex-sorted")
         out = first_call("FlexAttention", call)
@@ -225,39 +203,45 @@ class AttentionComparison(RoutedComparison[AttentionBenchmark]):
 
         def time(name: str) -> Column:
             heading = "SDPA" if name == "sdpa" else name.replace("-", " ")
-            is_optional = name not in ("sdpa", "ours")
-            return Column(
-                f"{heading}\nms", lambda r: significant(r.median_ms(name)), is_optional=is_optional
-            )
+            column = Column(f"{heading}\nms", lambda r: r.median_ms(name), ".2f")
+            return column._replace(is_optional=name not in ("sdpa", "ours"))
 
         return [
             Column("shape", lambda r: r.shape, is_head=True),
             Column("n", lambda r: r.length, is_head=True),
             Column("ρ", lambda r: r.density, ".3f", is_head=True),
-            *map(time, COMPETITORS),
+            *map(time, COMPETITORS["cuda"]),
             Column("speed-up\n× SDPA", lambda r: r.speedup, ".2f"),
             Column("speed-up\n× ρ", lambda r: r.speedup_times_density, ".2f"),
             Column("plan\n%", lambda r: r.plan_share, ".1f", 100),
-            Column(
-                "memory MiB\nours / SDPA",
-                lambda r: (r.peak_bytes("ours"), r.peak_bytes("sdpa")),
-                ".1f",
-                MIB,
-            ),
+            Column("memory MiB\nours / SDPA", lambda r: r.peaks_bytes("ours", "sdpa"), ".1f", MIB),
             Column("GFLOP/s\n(% of peak)", rate),
         ]
 
     def judge(self, record: AttentionBenchmark) -> list[Verdict]:
-        n = record.length
+        mode, shape, n = record.mode, record.shape, record.length
+
+        def at_most(times: float) -> list[Verdict]:
+            return verdict(f"≤ {times:g}× SDPA", record.speedup, least=1 / times)
+
+        def share_of_ideal(share: float) -> list[Verdict]:
+            return verdict(f"≥ {share:.2g}/ρ", record.speedup_times_density, least=share)
+
         # Nothing has been asked of a GPU yet.
-        if record.shape not in _FORWARD or "device" in record.environment:
+        if shape not in _FORWARD or "device" in record.environment:
             return []
-        found = [] if record.speedup is None else _judge_speed(record, record.speedup)
-        if record.mode == "sparse" and n >= 4096 and record.plan_share is not None:
-            found.append(Verdict("plan ≤ 3 %", record.plan_share <= 0.03))
-        if record.mode == "soft-train" and n == 8192 and record.memory_ratio is not None:
-            found.append(Verdict("memory ≤ 2× SDPA", record.memory_ratio <= 2))
-        return found
+        if mode == "soft-train" and n == 8192:
+            return verdict("memory ≤ 2× SDPA", record.memory_ratio, most=2)
+        if mode in _DENSE_TRAINING:
+            return at_most(_DENSE_TRAINING[mode]) if n == 2048 else []
+        if mode == "sparse-train":
+            return share_of_ideal(_BACKWARD[shape]) if n >= 8192 else []
+        if n >= 4096:
+            ideal = share_of_ideal(_FORWARD[shape] * (1 if n >= 8192 else 0.8))
+            return ideal + verdict("plan ≤ 3 %", record.plan_share, most=0.03)
+        if n >= 2048:
+            return verdict("≥ 1.5×", record.speedup, least=1.5)
+        return at_most(1.05) if 256 <= n <= 1024 else []
 
     def notes(self, records: Sequence[AttentionBenchmark]) -> str:
         drawn = next((record.labels for record in records if record.labels != "none"), "none")
@@ -274,28 +258,9 @@ def _best_gemm(records: Sequence[AttentionBenchmark]) -> float:
     return max(record.gemm_gflops for record in records)
 
 
-def _judge_speed(record: AttentionBenchmark, speedup: float) -> list[Verdict]:
-    mode, n = record.mode, record.length
-
-    def at_most(slower: float) -> list[Verdict]:
-        return [Verdict(f"≤ {slower:g}× SDPA", speedup >= 1 / slower)]
-
-    def share_of_ideal(share: float) -> list[Verdict]:
-        return [Verdict(f"≥ {share:.2g}/ρ", speedup * record.density >= share)]
-
-    if mode in ("soft-train", "distance-train"):
-        return at_most(1.3 if mode == "soft-train" else 1.2) if n == 2048 else []
-    if mode == "sparse-train":
-        return share_of_ideal(_BACKWARD[record.shape]) if n >= 8192 else []
-    if n >= 4096:
-        return share_of_ideal(_FORWARD[record.shape] * (1 if n >= 8192 else 0.8))
-    if n >= 2048:
-        return [Verdict("≥ 1.5×", speedup >= 1.5)]
-    return at_most(1.05) if 256 <= n <= 1024 else []
-
-
 def _plan_call(problem: Problem) -> Callable[[], object]:
     """Making the plan that ours makes in each call."""
+    from mosar.kernels import native
     from mosar.kernels.triton import obstacle
 
     case, labels = problem.case, problem.labels
@@ -306,18 +271,12 @@ def _plan_call(problem: Problem) -> Callable[[], object]:
         if not case.is_sparse:
             return lambda: plan.dense_plan(layout)
         return lambda: plan.sparse_plan(*labels, case.config, layout)
-    plan_of = _planner() if case.device == "cpu" else build_plan
+    plan_of = build_plan
+    if case.device == "cpu":
+        # Where there is no compiler, the plan is that of torch operators.
+        with suppress(NativeBuildError, OSError):
+            native.load_operators()
+            plan_of = native.build_native_plan
     if not case.is_sparse:
         return lambda: plan_of(dense_plan_input(layout))
     return lambda: plan_of(sparse_plan_input(*labels, case.config, layout))
-
-
-def _planner() -> Callable[[PlanInput], Plan]:
-    """The native planner, or that of torch operators where there is no compiler."""
-    from mosar.kernels import native
-
-    try:
-        native.load_operators()
-    except (NativeBuildError, OSError):
-        return build_plan
-    return native.build_native_plan

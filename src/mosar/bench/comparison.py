@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import ClassVar, Generic, TypeVar
 
-from mosar.bench.labels import DRAWN, make_labels
+from mosar.bench.labels import check_source, make_labels
 from mosar.bench.problem import Case, Shape
 from mosar.bench.table import Column, Verdict
 from mosar.core.config import MoSARConfig
@@ -42,9 +42,14 @@ class Comparison(ABC, Generic[C, R]):
     title: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
-        check_lengths(self.lengths, self.min_length)
+        self.check_lengths(self.lengths)
         if not self.seconds > 0:
             raise ValueError(f"seconds must be more than 0, got {self.seconds}")
+
+    def check_lengths(self, lengths: Sequence[int] | None) -> None:
+        for length in lengths or ():
+            if length < self.min_length:
+                raise ValueError(f"lengths must be at least {self.min_length}, got {length}")
 
     @abstractmethod
     def cases(self) -> list[C]:
@@ -60,7 +65,7 @@ class Comparison(ABC, Generic[C, R]):
 
     @abstractmethod
     def judge(self, record: R) -> list[Verdict]:
-        """The targets that apply to a right result and have a figure."""
+        """The targets that apply to a right result."""
 
     @abstractmethod
     def notes(self, records: Sequence[R]) -> str:
@@ -73,16 +78,38 @@ class Comparison(ABC, Generic[C, R]):
     def verdicts(self, record: R) -> list[Verdict]:
         return self.judge(record) if record.correct else []
 
-    def prepare(self) -> None:
-        """Finds out at once what would fail at the end of a long run."""
-
     def run(self, report: Report = lambda step: None) -> Iterator[R]:
-        """Measures row by row."""
-        self.prepare()
+        """Measures row by row; what would fail at the end of a long run fails at once."""
         return (
             self.measure(case, lambda step, case=case: report(f"{case}: {step}"))
             for case in self.cases()
         )
+
+    def build(
+        self, names: Iterable[str], build: Callable[[str], T]
+    ) -> tuple[dict[str, T], dict[str, Measurement]]:
+        """The competitors that can run here; and of the others, why not."""
+        built, missing = {}, {}
+        for name in names:
+            try:
+                built[name] = build(name)
+            except Unavailable as error:
+                missing[name] = Measurement(unavailable=str(error))
+        return built, missing
+
+    def with_times(self, record: R, samples_ms: Mapping[str, tuple[float, ...]]) -> R:
+        timed = {name: Measurement(samples_ms=samples) for name, samples in samples_ms.items()}
+        return replace(record, measurements=record.measurements | timed)
+
+    def with_memory(self, record: R, names: Iterable[str], peak_of: Callable[[str], int]) -> R:
+        """With the peak memory of some competitors, or why it is not known."""
+        peaks, missing = self.build(names, peak_of)
+        measured = dict(record.measurements)
+        for name in (*peaks, *missing):
+            found = missing.get(name) or Measurement(peak_bytes=peaks[name])
+            samples_ms = record.measurements.get(name, found).samples_ms
+            measured[name] = replace(found, samples_ms=samples_ms)
+        return replace(record, measurements=measured)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,13 +123,13 @@ class RoutedComparison(Comparison[Case, R]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.labels.endswith(".npz"):
-            check_names("labels", (self.labels,), (*DRAWN, "FILE.npz"))
+        check_source(self.labels)
 
-    def prepare(self) -> None:
-        lengths = [case.length for case in self.cases() if case.is_sparse]
-        if lengths:
-            make_labels(self.labels, max(lengths), self.seed, self.config)
+    def run(self, report: Report = lambda step: None) -> Iterator[R]:
+        # A long run must not find out at its end that there are too few labels.
+        for length in sorted(case.length for case in self.cases() if case.is_sparse)[-1:]:
+            make_labels(self.labels, length, self.seed, self.config)
+        return super().run(report)
 
     def draw_cases(
         self, shapes: Iterable[Shape], lengths: Iterable[int], mode: str = "sparse"
@@ -115,12 +142,6 @@ class RoutedComparison(Comparison[Case, R]):
         ]
 
 
-def check_lengths(lengths: Sequence[int] | None, least: int = 1) -> None:
-    for length in lengths or ():
-        if length < least:
-            raise ValueError(f"lengths must be at least {least}, got {length}")
-
-
 def check_names(what: str, names: Sequence[object], known: Iterable[str]) -> None:
     """At least one name, and each a known one."""
     known = list(known)
@@ -129,33 +150,3 @@ def check_names(what: str, names: Sequence[object], known: Iterable[str]) -> Non
     for name in names:
         if name not in known:
             raise ValueError(f"{what} must be one of {', '.join(known)}, got {name!r}")
-
-
-def build_competitors(
-    names: Iterable[str], build: Callable[[str], T]
-) -> tuple[dict[str, T], dict[str, Measurement]]:
-    """Who can run here; and of everybody else, why not."""
-    built, missing = {}, {}
-    for name in names:
-        try:
-            built[name] = build(name)
-        except Unavailable as error:
-            missing[name] = Measurement(unavailable=str(error))
-    return built, missing
-
-
-def with_times(record: R, samples_ms: Mapping[str, tuple[float, ...]]) -> R:
-    timed = {name: Measurement(samples_ms=samples) for name, samples in samples_ms.items()}
-    return replace(record, measurements=record.measurements | timed)
-
-
-def with_memory(record: R, names: Iterable[str], measure_peak: Callable[[str], int]) -> R:
-    """With the peak memory of some competitors, or why it is not known."""
-    measured = dict(record.measurements)
-    for name in names:
-        before = measured.get(name, Measurement())
-        try:
-            measured[name] = replace(before, peak_bytes=measure_peak(name))
-        except Unavailable as error:
-            measured[name] = replace(before, unavailable=str(error))
-    return replace(record, measurements=measured)

@@ -19,10 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mosar.bench.comparison import Report, RoutedComparison, with_times
+from mosar.bench.comparison import Report, RoutedComparison
 from mosar.bench.correctness import choose_rows, dense_rows, error_check
 from mosar.bench.problem import Case, Problem, Shape, build_problem, count_pairs
-from mosar.bench.table import MIB, Column, Verdict
+from mosar.bench.table import MIB, Column, Verdict, verdict
 from mosar.bench.timing import interleave_passes
 from mosar.model.regime_cache import RegimeLayerCache
 from mosar.records import DecodeBenchmark, ErrorCheck
@@ -44,11 +44,6 @@ class DecodeComparison(RoutedComparison[DecodeBenchmark]):
     seconds: float = 5.0
     min_length: ClassVar[int] = 2
     title: ClassVar[str] = "one decode step: append a token, attend with its query"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.shapes:
-            raise ValueError("at least one shape is needed")
 
     def cases(self) -> list[Case]:
         return self.draw_cases(self.shapes, self.lengths)
@@ -79,9 +74,10 @@ class DecodeComparison(RoutedComparison[DecodeBenchmark]):
         form = quickest_form(problem)
         passes = {"sdpa": DenseSteps(problem, form), "ours": ours}
         times = interleave_passes(passes, seconds=self.seconds)
-        return with_times(replace(record, dense_form=form), times)
+        return self.with_times(replace(record, dense_form=form), times)
 
     def columns(self, records: Sequence[DecodeBenchmark]) -> list[Column]:
+        both = ("ours", "sdpa")
         return [
             Column("shape", lambda r: r.shape, is_head=True),
             Column("n", lambda r: r.length, is_head=True),
@@ -89,16 +85,9 @@ class DecodeComparison(RoutedComparison[DecodeBenchmark]):
             Column("SDPA\nµs", lambda r: r.median_ms("sdpa"), ".0f", 1e3),
             Column("ours\nµs", lambda r: r.median_ms("ours"), ".0f", 1e3),
             Column("speed-up\n× SDPA", lambda r: r.speedup, ".2f"),
+            Column("GB/s\nours / SDPA", lambda r: tuple(map(r.gigabytes_per_second, both)), ".1f"),
             Column(
-                "GB/s\nours / SDPA",
-                lambda r: tuple(map(r.gigabytes_per_second, ("ours", "sdpa"))),
-                ".1f",
-            ),
-            Column(
-                "cache MiB\nours / dense",
-                lambda r: (r.allocated_bytes, r.dense_bytes),
-                ".2f",
-                MIB,
+                "cache MiB\nours / dense", lambda r: (r.allocated_bytes, r.dense_bytes), ".2f", MIB
             ),
             Column("cache\n× dense", lambda r: r.memory_ratio, ".3f"),
         ]
@@ -107,11 +96,9 @@ class DecodeComparison(RoutedComparison[DecodeBenchmark]):
         if record.shape not in map(str, SHAPES) or record.length not in _TARGETS:
             return []
         speedup, memory = _TARGETS[record.length]
-        found = []
-        if record.speedup is not None:
-            found.append(Verdict(f"≥ {speedup:g}×", record.speedup >= speedup))
+        found = verdict(f"≥ {speedup:g}×", record.speedup, least=speedup)
         if memory is not None:
-            found.append(Verdict(f"cache ≤ {memory:g}", record.memory_ratio <= memory))
+            found += verdict(f"cache ≤ {memory:g}", record.memory_ratio, most=memory)
         return found
 
     def notes(self, records: Sequence[DecodeBenchmark]) -> str:

@@ -16,23 +16,18 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from mosar.bench.comparison import (
-    Report,
-    RoutedComparison,
-    build_competitors,
-    check_names,
-    with_times,
-)
+from mosar.bench.comparison import Report, RoutedComparison, check_names
 from mosar.bench.correctness import error_check
 from mosar.bench.decode import Steps
 from mosar.bench.labels import make_labels
 from mosar.bench.problem import Case, Shape
-from mosar.bench.table import MIB, Column, Verdict
+from mosar.bench.table import MIB, Column, Verdict, verdict
 from mosar.bench.timing import interleave_passes
 from mosar.bench.transformers_models import build_llama
 from mosar.core.outputs import RouterOutput
@@ -88,7 +83,7 @@ class ModelDecodeComparison(RoutedComparison[ModelDecodeBenchmark]):
             "dense": DenseSteps,
             "ours": lambda text: ours,
         }
-        competitors, missing = build_competitors(build, lambda name: build[name](text))
+        competitors, missing = self.build(build, lambda name: build[name](text))
         for steps in competitors.values():
             steps()
         record = ModelDecodeBenchmark(
@@ -104,7 +99,7 @@ class ModelDecodeComparison(RoutedComparison[ModelDecodeBenchmark]):
         if not record.correct:
             return record
         report("timing")
-        return with_times(record, interleave_passes(competitors, seconds=self.seconds))
+        return self.with_times(record, interleave_passes(competitors, seconds=self.seconds))
 
     def columns(self, records: Sequence[ModelDecodeBenchmark]) -> list[Column]:
         return [
@@ -127,12 +122,10 @@ class ModelDecodeComparison(RoutedComparison[ModelDecodeBenchmark]):
     def judge(self, record: ModelDecodeBenchmark) -> list[Verdict]:
         target = _TARGETS.get((record.model, record.length))
         speedup, memory = (f("transformers") for f in (record.speedup, record.memory_ratio))
-        if target is None or speedup is None or memory is None:
+        if target is None:
             return []
-        return [
-            Verdict(f"≥ {target[0]:g}×", speedup >= target[0]),
-            Verdict(f"cache ≤ {target[1]:g}", memory <= target[1]),
-        ]
+        found = verdict(f"≥ {target[0]:g}×", speedup, least=target[0])
+        return found + verdict(f"cache ≤ {target[1]:g}", memory, most=target[1])
 
     def notes(self, records: Sequence[ModelDecodeBenchmark]) -> str:
         first = records[0]
@@ -239,7 +232,7 @@ class RegimeSteps(DecoderSteps):
         for index, cache in enumerate(self.cache):
             layer: Any = self.model.layers[index]
             geometry = layer.attention.geometry
-            geometry.route = DrawnRoutes(geometry.route, cache, text.labels[index])
+            geometry.route = partial(route_as_drawn, geometry.route, cache, text.labels[index])
             k, v = (x.to(dtype) for x in text.keys_and_values(index))
             groups = text.case.config.routing_groups
             labels = text.labels[index][1][None, None, : text.start].expand(1, groups, -1)
@@ -247,22 +240,17 @@ class RegimeSteps(DecoderSteps):
             cache.settle()
 
 
-class DrawnRoutes:
+def route_as_drawn(
+    route: Callable[..., LayerRouting], cache: Any, drawn: tuple[Tensor, ...], q: Tensor, k: Tensor
+) -> LayerRouting:
     """Runs the routers of a layer, and chooses what was drawn."""
-
-    def __init__(self, route: Callable[..., LayerRouting], cache: Any, labels: tuple[Tensor, ...]):
-        self.route, self.cache, self.labels = route, cache, labels
-
-    def __call__(self, q: Tensor, k: Tensor) -> LayerRouting:
-        routed, at = self.route(q, k), self.cache.slots
-        drawn = []
-        for output, labels in zip(routed, self.labels, strict=True):
-            label = int(labels[at])
-            # Some logits that the label is the largest of.
-            logits = output.logits.clamp(-1, 1)
-            logits[..., label] = 2
-            drawn.append(RouterOutput(logits, output.probabilities))
-        return LayerRouting(*drawn)
+    outputs = []
+    for output, labels in zip(route(q, k), drawn, strict=True):
+        # Some logits that the label is the largest of.
+        logits = output.logits.clamp(-1, 1)
+        logits[..., int(labels[cache.slots])] = 2
+        outputs.append(RouterOutput(logits, output.probabilities))
+    return LayerRouting(*outputs)
 
 
 class TransformersSteps(ModelSteps):

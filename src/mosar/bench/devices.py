@@ -95,11 +95,9 @@ class Cuda:
         self.warm_up(call)
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        result = call()
+        _result = call()
         torch.cuda.synchronize()
-        peak = torch.cuda.max_memory_allocated() - before
-        del result
-        return peak
+        return torch.cuda.max_memory_allocated() - before
 
 
 DEVICES = {"cpu": Cpu, "cuda": Cuda}

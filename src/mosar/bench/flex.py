@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import contextmanager
 from functools import lru_cache
 
 import torch
@@ -56,8 +55,7 @@ def flex_call(problem: Problem, *, is_sorted: bool) -> Callable[[], tuple[Tensor
 def first_call(name: str, call: Callable[[], tuple[Tensor, ...]]) -> Tensor:
     """Compiles and runs; whatever the failure, it becomes Unavailable."""
     try:
-        with _quiet():
-            return call()[0]
+        return call()[0]
     except Exception as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise Unavailable(f"{name} does not run here: {reason}") from None
@@ -65,27 +63,14 @@ def first_call(name: str, call: Callable[[], tuple[Tensor, ...]]) -> Tensor:
 
 @lru_cache(maxsize=1)
 def _compiled() -> Callable[..., Tensor]:
-    try:
-        from torch.nn.attention.flex_attention import flex_attention
-    except ImportError as error:
-        raise Unavailable(f"this torch has no FlexAttention: {error}") from None
+    from torch.nn.attention.flex_attention import flex_attention
+
     # A length is a compilation of its own, beyond which torch would give up and run uncompiled.
     torch._dynamo.config.recompile_limit = 1024
+    for name in ("torch._inductor", "torch._dynamo"):
+        # The compiler's remarks would land in the middle of our table.
+        logging.getLogger(name).setLevel(logging.ERROR)
     return torch.compile(flex_attention, dynamic=False, fullgraph=True)
-
-
-@contextmanager
-def _quiet():
-    """Without the compiler's remarks, which would land in the middle of our table."""
-    loggers = [logging.getLogger(name) for name in ("torch._inductor", "torch._dynamo")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
 
 
 def _modifications(
@@ -116,8 +101,7 @@ def _modifications(
         return score - barrier * (progress * progress if exponent == 2 else progress**exponent)
 
     block = _BLOCKS[device.type]
-    limits = support_reach(case.config).to(device)
-    counts = _block_counts(places_q, places_k, labels_q, labels_k, limits, block)
+    counts = _block_counts(inside, torch.arange(case.length, device=device), block)
     full = counts == block * block
     some = (counts > 0) & ~full
     block_mask = BlockMask.from_kv_blocks(
@@ -132,25 +116,11 @@ def _modifications(
     return {"score_mod": add_log_gate, "block_mask": block_mask, "enable_gqa": enable_gqa}
 
 
-def _block_counts(
-    places_q: Tensor,
-    places_k: Tensor,
-    labels_q: Tensor,
-    labels_k: Tensor,
-    reach: Tensor,
-    size: int,
-) -> Tensor:
+def _block_counts(inside: Callable[..., Tensor], index: Tensor, size: int) -> Tensor:
     """Pairs of the support per (query block, key block), one strip of blocks at a time."""
-    length = len(places_k)
-    blocks = -(-length // size)
-    counts = torch.zeros(blocks, blocks, dtype=torch.long, device=places_k.device)
-    for block in range(blocks):
-        strip = slice(block * size, (block + 1) * size)
-        distance = places_q[strip, None] - places_k
-        inside = (distance >= 0) & (distance <= reach[labels_q[strip]][:, labels_k])
-        inside = F.pad(inside, (0, blocks * size - length))
-        counts[block] = inside.unflatten(1, (blocks, size)).sum(dim=(0, 2))
-    return counts
+    padding = -len(index) % size
+    strips = [F.pad(inside(0, 0, rows[:, None], index), (0, padding)) for rows in index.split(size)]
+    return torch.stack([strip.unflatten(1, (-1, size)).sum(dim=(0, 2)) for strip in strips])
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:

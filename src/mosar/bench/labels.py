@@ -8,7 +8,6 @@ FILE.npz      integer arrays `labels_q` and `labels_k` [tokens], e.g. of a train
 from __future__ import annotations
 
 import zipfile
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -23,8 +22,14 @@ KEY_SHARES = (0.640, 0.179, 0.181)
 MEAN_RUN = 32
 
 
+def check_source(source: str) -> None:
+    if source not in DRAWN and not source.endswith(".npz"):
+        raise ValueError(f"labels must be one of {', '.join(DRAWN)} or FILE.npz, got {source!r}")
+
+
 def make_labels(source: str, length: int, seed: int, config: MoSARConfig) -> tuple[Tensor, Tensor]:
     """labels_q and labels_k, [length] int64 each; a ValueError where the source has none."""
+    check_source(source)
     if source not in DRAWN:
         return _load(source, length, config)
     if config.num_regimes != len(QUERY_SHARES):
@@ -51,8 +56,6 @@ def _draw_clustered(shares: tuple[float, ...], length: int, generator: torch.Gen
 
 def _load(path: str, length: int, config: MoSARConfig) -> tuple[Tensor, Tensor]:
     """The first `length` labels of a file; OSError where it cannot be read."""
-    if Path(path).suffix != ".npz":
-        raise ValueError(f"labels must be one of {DRAWN} or a file FILE.npz, got {path!r}")
     try:
         with np.load(path, allow_pickle=False) as arrays:
             labels = [np.asarray(arrays[name]) for name in ("labels_q", "labels_k")]

@@ -55,9 +55,8 @@ def _main() -> None:
         ctypes.CDLL(None).malloc_trim(0)
     _CLEAR.write_text("5")
     before = _resident("VmRSS")
-    result = call()
+    _result = call()
     print(_resident("VmHWM") - before)
-    del result
 
 
 def _resident(name: str) -> int:

@@ -69,8 +69,7 @@ class Case:
         return f"{self.mode} {self.shape}, n = {self.length}"
 
     def record_fields(self) -> dict[str, Any]:
-        """What every record of it says."""
-        # A file without its folder.
+        """What every record of it says; a file without its folder."""
         labels = Path(self.labels).name if self.is_sparse else "none"
         return {"length": self.length, "labels": labels, "seed": self.seed}
 
@@ -161,11 +160,7 @@ def attend_dense(problem: Problem) -> Tensor:
     """Plain causal attention as torch has it: no geometry, no soft-cap."""
     shape = problem.case.shape
     return F.scaled_dot_product_attention(
-        problem.q,
-        problem.k,
-        problem.v,
-        is_causal=True,
-        enable_gqa=shape.heads != shape.kv_heads,
+        problem.q, problem.k, problem.v, is_causal=True, enable_gqa=shape.heads != shape.kv_heads
     )
 
 
@@ -206,10 +201,6 @@ def count_pairs(problem: Problem) -> tuple[int, int]:
     causal = length * (length + 1) // 2
     if not problem.case.is_sparse:
         return causal, causal
-    domain = build_hard_domain(
-        *problem.labels,
-        problem.case.config,
-        query_positions=problem.query_positions,
-        materialize=False,
-    )
+    config, at = problem.case.config, problem.query_positions
+    domain = build_hard_domain(*problem.labels, config, query_positions=at, materialize=False)
     return domain.count, domain.causal_count

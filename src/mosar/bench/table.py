@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ class Column(NamedTuple):
     """A number, a text, None where there is no figure, or a tuple of these."""
     spec: str = ""
     """How it is formatted."""
-    scale: float = 1.0
+    scale: float = 1
     """A number is multiplied with it."""
     is_head: bool = False
     """It says which row this is, so that it is shown of a wrong result too."""
@@ -49,6 +50,13 @@ class Verdict(NamedTuple):
     met: bool
 
 
+def verdict(
+    target: str, figure: float | None, *, least: float = -math.inf, most: float = math.inf
+) -> list[Verdict]:
+    """No verdict where there is no figure."""
+    return [] if figure is None else [Verdict(target, least <= figure <= most)]
+
+
 def make_table(
     title: str,
     columns: Sequence[Column],
@@ -64,21 +72,19 @@ def make_table(
     table.add_column("target", no_wrap=True)
     rows = list(zip(*(texts[column] for column in shown), strict=True))
     for record, row, following in zip(records, rows, [*rows[1:], rows[-1]], strict=True):
-        last = _judged(verdicts(record)) if record.correct else _wrong(record)
+        last = _last_cell(record, verdicts(record))
         table.add_row(*row, last, end_section=following[0] != row[0])
     return table
 
 
-def _judged(found: Sequence[Verdict]) -> Text:
+def _last_cell(record: Benchmark, verdicts: Sequence[Verdict]) -> Text:
+    if not record.correct:
+        failed = [name for name, check in record.checks.items() if not check.passed]
+        return Text(f"WRONG: {', '.join(failed)}", style="bold red")
     return Text(", ").join(
         Text(f"{target} {'✓' if met else '✗'}", style="green" if met else "yellow")
-        for target, met in found
+        for target, met in verdicts
     ) or Text(_NONE)
-
-
-def _wrong(record: Benchmark) -> Text:
-    failed = [name for name, check in record.checks.items() if not check.passed]
-    return Text(f"WRONG: {', '.join(failed)}", style="bold red")
 
 
 def footer(records: Sequence[Benchmark], notes: str) -> str:
@@ -89,8 +95,8 @@ def footer(records: Sequence[Benchmark], notes: str) -> str:
         kernels = "no Triton: ours on torch operators" if triton is None else f"Triton {triton}"
         where = f"{machine['device']}, {machine['dtype']}; {kernels}"
     else:
-        where = f"{machine['cpu']}, {machine['cpu_capability']}, {machine['threads']} threads"
-        where += ", float32"
+        threads = f"{machine['cpu_capability']}, {machine['threads']} threads"
+        where = f"{machine['cpu']}, {threads}, float32"
     measured = [(name, m) for record in records for name, m in record.measurements.items()]
     rounds = [len(m.samples_ms) for _, m in measured if m.samples_ms]
     counted = " to ".join(map(str, sorted({min(rounds), max(rounds)}))) if rounds else "no"
@@ -99,10 +105,3 @@ def footer(records: Sequence[Benchmark], notes: str) -> str:
         f"{where}; torch {machine['torch']}. Times and ratios: medians of {counted} interleaved "
         f"rounds. {notes}{''.join(reasons)}"
     )
-
-
-def significant(value: float | None) -> str | None:
-    """Three significant digits."""
-    if value is None:
-        return None
-    return f"{value:.{0 if value >= 99.95 else 1 if value >= 9.995 else 2}f}"

@@ -24,7 +24,12 @@ def show_comparison(comparison: Comparison[Any, R], json: Path | None = None) ->
     """
     records: list[R] = []
     total = len(comparison.cases())
-    progress = _progress()
+    console = Console(stderr=True)
+    bar = (BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn())
+    text = TextColumn("{task.description}", markup=False)
+    # No refreshing thread: it would run while we measure.
+    progress = Progress(*bar, text, console=console, transient=True, auto_refresh=False)
+    progress.disable = not console.is_terminal
     task = progress.add_task("", total=total)
 
     def report(step: str) -> None:
@@ -44,21 +49,6 @@ def show_comparison(comparison: Comparison[Any, R], json: Path | None = None) ->
         raise KeyboardInterrupt(f"stopped after {len(records)} of {total} rows") from None
     _show(comparison, records)
     return records
-
-
-def _progress() -> Progress:
-    console = Console(stderr=True)
-    return Progress(
-        BarColumn(bar_width=20),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}", markup=False),
-        console=console,
-        # No refreshing thread: it would run while we measure.
-        auto_refresh=False,
-        transient=True,
-        disable=not console.is_terminal,
-    )
 
 
 def _show(comparison: Comparison[Any, R], records: Sequence[R]) -> None:

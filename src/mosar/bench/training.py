@@ -1,42 +1,92 @@
-"""Training steps side by side: `mosar bench train`.
+"""Training steps of the same size, ours and others': `mosar bench train`.
 
-Our losses are checked twice before anything is timed: against the same model in float64 by our
-dense definition, and, for rope, against transformers' Gemma 2 with the same weights.
+    rope, mosar        our loop's own step: objective, clipping, AdamW
+    gemma2-eager       transformers' Gemma2ForCausalLM with the weights of our rope
+    gemma2-sdpa        the same through torch's attention, which knows no soft-cap
+    nanogpt            the plain loop in benchmarks/, which knows no soft-cap either
+
+All see the same tokens, in float32, with fused AdamW and a clipped gradient. Our losses are checked
+against the same model in float64, and Gemma 2's against ours.
 """
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from functools import partial
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar, cast
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
-from mosar.bench.comparison import (
-    Comparison,
-    Report,
-    build_competitors,
-    check_lengths,
-    check_names,
-    with_memory,
-    with_times,
-)
+from mosar.bench.comparison import Comparison, Report, Unavailable, check_names
 from mosar.bench.correctness import compare
 from mosar.bench.devices import Cpu
 from mosar.bench.memory import measure_peak
-from mosar.bench.table import MIB, Column, Verdict
+from mosar.bench.table import MIB, Column, Verdict, verdict
 from mosar.bench.timing import interleave
-from mosar.bench.training_steps import OTHERS, OURS, SETTINGS, TrainingCase, build_step
+from mosar.bench.transformers_models import build_gemma2
 from mosar.model.decoder import Decoder
 from mosar.records import ErrorCheck, TrainingBenchmark
-from mosar.training.config import RunConfig
+from mosar.training.batches import Batch, Batches
+from mosar.training.config import RunConfig, resolve_config
+from mosar.training.learner import Learner, update
 
+OURS = ("rope", "mosar")
+OTHERS = ("gemma2-eager", "gemma2-sdpa", "nanogpt")
+SETTINGS = ("capped", "plain")
+_BASELINE = Path(__file__).parents[3] / "benchmarks" / "nanogpt_baseline.py"
 # Rounding of a float32 loss of some units over a few hundred operations deep.
 _TOLERANCE = 2e-5
 _STEPS_OF_MEMORY = 2
 # What the training step is meant to reach, in ratios of one run: by length.
 _MOSAR_OVER_ROPE = {512: 0.75, 2048: 0.8}
 _MEMORY_LENGTH, _MEMORY_RATIO = 2048, 1.25
+
+Step = Callable[[], float]
+"""One update; returns the loss before it."""
+
+
+@dataclass(frozen=True)
+class TrainingCase:
+    """One row: a model of the preset's size at a length, with or without soft-caps."""
+
+    length: int
+    setting: str
+    preset: str = "small"
+    vocab_size: int = 4096
+    tokens_per_step: int = 2048
+    """At least one window is taken."""
+
+    def __str__(self) -> str:
+        return f"n = {self.length}, {self.setting}"
+
+    @property
+    def batch(self) -> int:
+        return max(1, self.tokens_per_step // self.length)
+
+    def config(self, variant: str) -> RunConfig:
+        changes = [f"model.max_length={self.length}", f"train.micro_batch={self.batch}"]
+        changes.append("train.accumulation=1")
+        if self.setting == "plain":
+            changes += ["model.attn_softcap=none", "model.final_softcap=none"]
+        sizes = {"preset": self.preset, "vocab_size": self.vocab_size}
+        return resolve_config(variant=variant, data="data", changes=changes, **sizes)
+
+    def competitors(self) -> tuple[str, ...]:
+        """Who computes the same thing in this setting."""
+        # The others compute logits without a soft-cap only.
+        return (*OURS, "gemma2-eager") if self.setting == "capped" else (*OURS, *OTHERS)
+
+    def tokens(self) -> Tensor:
+        """[batch, length + 1]"""
+        generator = torch.Generator().manual_seed(0)
+        return torch.randint(self.vocab_size, (self.batch, self.length + 1), generator=generator)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +101,7 @@ class TrainingComparison(Comparison[TrainingCase, TrainingBenchmark]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_lengths(self.memory)
+        self.check_lengths(self.memory)
         check_names("softcap", self.softcap, SETTINGS)
         # An unknown preset should be refused now.
         self.cases()[0].config("rope")
@@ -65,7 +115,7 @@ class TrainingComparison(Comparison[TrainingCase, TrainingBenchmark]):
 
     def measure(self, case: TrainingCase, report: Report) -> TrainingBenchmark:
         report("building and checking")
-        built, missing = build_competitors(case.competitors(), lambda name: build_step(case, name))
+        built, missing = self.build(case.competitors(), partial(build_step, case))
         steps = {name: step for name, (step, _) in built.items()}
         losses = {name: step() for name, step in steps.items()}
         record = TrainingBenchmark(
@@ -81,13 +131,12 @@ class TrainingComparison(Comparison[TrainingCase, TrainingBenchmark]):
         if not record.correct:
             return record
         report(f"timing {', '.join(steps)}")
-        record = with_times(record, interleave(steps, seconds=self.seconds))
+        record = self.with_times(record, interleave(steps, seconds=self.seconds))
         if case.length in self.memory:
             report("memory")
             short = replace(case, length=32, tokens_per_step=32)
-            record = with_memory(
-                record, OURS, lambda name: measure_peak(prepare_steps, case, short, name)
-            )
+            peak_of = partial(measure_peak, prepare_steps, case, short)
+            record = self.with_memory(record, OURS, peak_of)
         return record
 
     def columns(self, records: Sequence[TrainingBenchmark]) -> list[Column]:
@@ -102,29 +151,19 @@ class TrainingComparison(Comparison[TrainingCase, TrainingBenchmark]):
             Column("rope\n/ nanogpt", lambda r: r.rope_over_nanogpt, ".2f"),
             Column("mosar\n/ rope", lambda r: r.mosar_over_rope, ".2f"),
             Column(
-                "memory MiB\nmosar / rope",
-                lambda r: (r.peak_bytes("mosar"), r.peak_bytes("rope")),
-                ",.0f",
-                MIB,
+                "memory MiB\nmosar / rope", lambda r: r.peaks_bytes("mosar", "rope"), ",.0f", MIB
             ),
         ]
 
     def judge(self, record: TrainingBenchmark) -> list[Verdict]:
-        at_least = {
-            "rope ≥ gemma2": (record.rope_over_gemma2, 1.0),
-            "rope ≥ nanogpt": (record.rope_over_nanogpt, 1.0),
-        }
+        found = verdict("rope ≥ gemma2", record.rope_over_gemma2, least=1)
+        found += verdict("rope ≥ nanogpt", record.rope_over_nanogpt, least=1)
         if record.length in _MOSAR_OVER_ROPE:
             least = _MOSAR_OVER_ROPE[record.length]
-            at_least[f"mosar ≥ {least:g} rope"] = (record.mosar_over_rope, least)
-        found = [
-            Verdict(text, ratio >= least)
-            for text, (ratio, least) in at_least.items()
-            if ratio is not None
-        ]
-        memory = record.memory_ratio if record.length == _MEMORY_LENGTH else None
-        if memory is not None:
-            found.append(Verdict(f"memory ≤ {_MEMORY_RATIO:g}×", memory <= _MEMORY_RATIO))
+            found += verdict(f"mosar ≥ {least:g} rope", record.mosar_over_rope, least=least)
+        if record.length == _MEMORY_LENGTH:
+            most = _MEMORY_RATIO
+            found += verdict(f"memory ≤ {most:g}×", record.memory_ratio, most=most)
         return found
 
     def notes(self, records: Sequence[TrainingBenchmark]) -> str:
@@ -156,7 +195,7 @@ def exact_loss(config: RunConfig, case: TrainingCase) -> float:
     tokens, total = case.tokens(), 0.0
     for row in tokens:
         hidden = decoder(row[None, :-1]).hidden
-        total += float(torch.nn.functional.cross_entropy(decoder.logits(hidden)[0], row[1:]))
+        total += float(F.cross_entropy(decoder.logits(hidden)[0], row[1:]))
     return total / len(tokens)
 
 
@@ -169,3 +208,66 @@ def prepare_steps(case: TrainingCase, name: str) -> Callable[[], None]:
             step()
 
     return build_and_step
+
+
+def build_step(case: TrainingCase, name: str) -> tuple[Step, int]:
+    """A competitor's step and the number of its parameters; Unavailable says why not."""
+    if name in OURS:
+        return _our_step(case, name)
+    if name == "nanogpt":
+        return _nanogpt_step(case)
+    return _gemma2_step(case, name.removeprefix("gemma2-"))
+
+
+def _our_step(case: TrainingCase, variant: str) -> tuple[Step, int]:
+    same: list[Batch] = [(case.tokens(), None)]
+    # Stands in for a run's data: the same tokens at every step.
+    batches = cast(Batches, SimpleNamespace(of_step=lambda step: iter(same)))
+    learner, numbers = Learner.build(case.config(variant), batches), count(1)
+
+    def step() -> float:
+        line = update(learner, next(numbers))
+        assert line is not None
+        return line["lm_loss"]
+
+    return step, sum(parameter.numel() for parameter in learner.names)
+
+
+def _gemma2_step(case: TrainingCase, attention: str) -> tuple[Step, int]:
+    model = build_gemma2(case.config("rope"), attention)
+    tokens, train = case.tokens(), case.config("rope").train
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=1e-5, betas=train.betas, fused=True)
+
+    def step() -> float:
+        logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, train.grad_clip or 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.item()
+
+    return step, sum(parameter.numel() for parameter in parameters)
+
+
+def _nanogpt_step(case: TrainingCase) -> tuple[Step, int]:
+    if not _BASELINE.is_file():
+        raise Unavailable("benchmarks/nanogpt_baseline.py is in the source tree only")
+    baseline = runpy.run_path(str(_BASELINE), run_name="nanogpt_baseline")
+    model = case.config("rope").model
+    if model.hidden_size % model.num_heads:
+        raise Unavailable(f"its heads must divide its width, {model.hidden_size}")
+    # With MHA and two matrices in its MLP, this width gives a layer as many parameters as ours.
+    query, key = (n * model.head_dim for n in (model.num_heads, model.num_kv_heads))
+    ours = 2 * model.hidden_size * (query + key) + 3 * model.hidden_size * model.ffn_size
+    mlp_width = (ours - 4 * model.hidden_size**2) // (2 * model.hidden_size)
+    config = baseline["GPTConfig"](
+        vocab_size=case.vocab_size,
+        length=case.length,
+        num_layers=model.num_layers,
+        num_heads=model.num_heads,
+        width=model.hidden_size,
+        mlp_width=mlp_width,
+    )
+    return baseline["build_step"](config, case.tokens())

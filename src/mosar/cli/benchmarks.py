@@ -31,17 +31,12 @@ if TYPE_CHECKING:
     from mosar.bench.comparison import Comparison
 
 _SHAPES = "Query heads x key/value heads x head dim"
-_LABELS = (
-    "independent or clustered (the paper's shares at 8k), or FILE.npz with integer arrays labels_q "
-    "and labels_k."
-)
+_LABELS = "independent or clustered (the paper's shares), or FILE.npz with labels_q and labels_k."
 _FLEX = "FlexAttention compiles for ten seconds a length, so on the CPU from 1024 to 4096 tokens."
 Labels = Annotated[str, Option(help=_LABELS)]
 Seed = Annotated[int, Option(min=0, help="Of labels, queries, keys and values.")]
 Seconds = Annotated[float, Option(help="About how long a row is timed, in 5 to 30 rounds.")]
-Geometry = Annotated[
-    Path | None, Option(help="A MoSARConfig as JSON; by default the paper's geometry.")
-]
+Geometry = Annotated[Path | None, Option(help="A MoSARConfig as JSON; else the paper's geometry.")]
 Json = Annotated[Path | None, Option(help="Append a record a row to this file, as it is measured.")]
 
 
@@ -57,9 +52,7 @@ def bench_attention(
     ] = None,
     competitors: Annotated[
         str | None,
-        Option(
-            help="Some of sdpa, flash (GPU), reference, flex, flex-sorted, ours; else all. " + _FLEX
-        ),
+        Option(help=f"Of sdpa, flash (GPU), reference, flex, flex-sorted, ours; else all. {_FLEX}"),
     ] = None,
     labels: Labels = "independent",
     memory: Annotated[
@@ -75,9 +68,7 @@ def bench_attention(
     seconds: Seconds = 10.0,
     config: Geometry = None,
     json: Json = None,
-    plot: Annotated[
-        Path | None, Option(help="Draw speed-up against length: .png, .svg or .pdf.")
-    ] = None,
+    plot: Annotated[Path | None, Option(help="Draw speed-up by length: .png, .svg, .pdf.")] = None,
 ) -> None:
     """Time attention side by side: dense SDPA, FlexAttention, our reference, ours.
 
@@ -104,13 +95,9 @@ def bench_attention(
 @bench_app.command("train")
 def bench_train(
     lengths: Annotated[str, Option(help="Tokens of a window.")] = "512,2048",
-    softcap: Annotated[
-        str, Option(help="capped (Gemma 2's soft-caps), plain (none), or both.")
-    ] = "capped,plain",
+    softcap: Annotated[str, Option(help="capped (Gemma 2's), plain, or both.")] = "capped,plain",
     preset: Annotated[str, Option(help="The size of the model.")] = "small",
-    memory: Annotated[
-        str, Option(help="Tokens at which peak memory is measured, or none.")
-    ] = "2048",
+    memory: Annotated[str, Option(help="Tokens where memory is measured, or none.")] = "2048",
     threads: Threads = None,
     seconds: Seconds = 60.0,
     json: Json = None,
@@ -172,17 +159,17 @@ def bench_decode(
         from mosar.bench.decode import DecodeComparison
         from mosar.bench.decode_model import ModelDecodeComparison
 
-        if model is None:
-            _compare(DecodeComparison, options)
-        else:
-            del options["shapes"]
-            _compare(ModelDecodeComparison, options)
+        del options["model" if model is None else "shapes"]
+        _compare(DecodeComparison if model is None else ModelDecodeComparison, options)
 
 
 def _shapes(text: str) -> tuple[Any, ...]:
     from mosar.bench.problem import Shape
 
-    return tuple(Shape.parse(shape) for shape in listed(text))
+    shapes = tuple(Shape.parse(shape) for shape in listed(text))
+    if not shapes:
+        raise ValueError("at least one shape is needed")
+    return shapes
 
 
 # How the text of an option becomes its value, where it is not taken as it is.
@@ -218,10 +205,10 @@ def _compare(comparison_of: type[Comparison[Any, Any]], options: dict[str, Any])
 
     with reported(ValueError, RuntimeError):
         records = show_comparison(comparison, json)
-    if suffix is not None and any(record.speedup is not None for record in records):
+    if plot is not None and any(record.speedup is not None for record in records):
         from mosar.report.figures import draw_speedup, render_figure
 
-        write_whole(plot, render_figure(draw_speedup(records), suffix))
+        write_whole(plot, render_figure(draw_speedup(records), suffix or ""))
     wrong = sum(not record.correct for record in records)
     if wrong:
         raise CommandFailed(f"{wrong} of {len(records)} rows gave a wrong result")

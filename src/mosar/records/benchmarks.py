@@ -8,10 +8,9 @@ from typing import Any, ClassVar
 from mosar.records.measurement import ErrorCheck, Measurement
 from mosar.records.record import Record
 
-# A forward pass reads a pair twice (score, value) with a multiplication and an addition each; with
-# the backward pass it is 3.5 times that, the scores being computed again.
-_FLOPS_PER_PAIR = 4.0
-_WITH_BACKWARD = 3.5
+# Operations a pair. A forward pass reads a pair twice (score, value) with a multiplication and an
+# addition each; with the backward pass it is 3.5 times that, the scores being computed again.
+_FORWARD, _WITH_BACKWARD = 4.0, 3.5 * 4.0
 
 
 def _divide(a: float | None, b: float | None) -> float | None:
@@ -40,18 +39,15 @@ class Benchmark(Record):
         return self.measurements.get(competitor, Measurement()).median_ms
 
     def min_ms(self, competitor: str) -> float | None:
-        return self.measurements.get(competitor, Measurement()).min_ms
+        return self.measurements[competitor].min_ms
 
-    def peak_bytes(self, competitor: str) -> int | None:
-        return self.measurements.get(competitor, Measurement()).peak_bytes
+    def peaks_bytes(self, *competitors: str) -> tuple[int | None, ...]:
+        """Peak memory of each."""
+        return tuple(self.measurements.get(name, Measurement()).peak_bytes for name in competitors)
 
     def ratio(self, ours: str, other: str) -> float | None:
         """Times faster than another; None where a result is wrong or one was not timed."""
         return _divide(self.median_ms(other), self.median_ms(ours)) if self.correct else None
-
-    def peak_ratio(self, ours: str, other: str) -> float | None:
-        """Peak memory over another's."""
-        return _divide(self.peak_bytes(ours), self.peak_bytes(other))
 
     def derived(self) -> dict[str, Any]:
         by_competitor = {
@@ -62,18 +58,12 @@ class Benchmark(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoutedBenchmark(Benchmark):
-    """One whose attention has regimes."""
+class ShapedBenchmark(Benchmark):
+    """One of attention alone."""
 
     labels: str
     """Where they come from: "independent", "clustered" or a file's name; "none": none are read."""
     seed: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShapedBenchmark(RoutedBenchmark):
-    """One of attention alone."""
-
     heads: int
     kv_heads: int
     head_dim: int
@@ -125,16 +115,14 @@ class AttentionBenchmark(ShapedBenchmark):
     @property
     def memory_ratio(self) -> float | None:
         """Peak memory of ours over that of SDPA."""
-        return self.peak_ratio("ours", "sdpa")
+        return _divide(*self.peaks_bytes("ours", "sdpa"))
 
     @property
     def gflops(self) -> float | None:
         """Useful arithmetic of ours, counting exact pairs, in 10^9 operations a second."""
-        ours = self.median_ms("ours")
-        if ours is None or not self.correct:
-            return None
-        per_pair = _FLOPS_PER_PAIR * (_WITH_BACKWARD if self.mode.endswith("-train") else 1.0)
-        return per_pair * self.heads * self.head_dim * self.pairs / (ours * 1e6)
+        per_pair = _WITH_BACKWARD if self.mode.endswith("-train") else _FORWARD
+        count = per_pair * self.heads * self.head_dim * self.pairs
+        return _divide(count / 1e6, self.median_ms("ours")) if self.correct else None
 
     @property
     def gemm_share(self) -> float | None:
@@ -172,7 +160,7 @@ class DecodeBenchmark(ShapedBenchmark):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelDecodeBenchmark(RoutedBenchmark):
+class ModelDecodeBenchmark(Benchmark):
     """One row of `mosar bench decode --model`: whole models writing at one length of context."""
 
     kind: ClassVar[str] = "bench.decode-model"
@@ -182,6 +170,8 @@ class ModelDecodeBenchmark(RoutedBenchmark):
     """Fields of a ModelConfig."""
     steps: int
     """Tokens of a pass; a sample is their mean."""
+    labels: str
+    seed: int
     parameters: dict[str, int]
     """By competitor."""
     cache_bytes: dict[str, int]
@@ -247,4 +237,4 @@ class TrainingBenchmark(Benchmark):
     @property
     def memory_ratio(self) -> float | None:
         """Peak memory of mosar over that of rope."""
-        return self.peak_ratio("mosar", "rope")
+        return _divide(*self.peaks_bytes("mosar", "rope"))
