@@ -4,14 +4,10 @@ Nothing here looks at how long something takes.
 """
 
 import json
-import signal
-import sys
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from benchmark_records import make_benchmark, make_wrong_benchmark
 from mosar.attention import mosar_attention
@@ -21,13 +17,11 @@ from mosar.bench.comparison import Unavailable
 from mosar.bench.correctness import check_problem
 from mosar.bench.devices import Cpu
 from mosar.bench.problem import MODES, Case, Shape, build_problem
-from mosar.cli import app
 from mosar.core.hard_domain import build_hard_domain
 from mosar.records import Measurement, read_records
-from processes import start, stop, wait_for
 
-TINY = ("--shapes", "4x2x8", "--lengths", "40,300", "--seconds", "0.001", "--memory", "none")
-QUICK = (*TINY, "--competitors", "sdpa,reference,ours")
+TINY = "attention --shapes 4x2x8 --lengths 40,300 --seconds 0.001 --memory none"
+QUICK = f"{TINY} --competitors sdpa,reference,ours"
 COMPARISON = AttentionComparison(
     shapes=(Shape(4, 2, 8),),
     lengths=(40, 300),
@@ -44,10 +38,6 @@ TENSORS = {
 }
 
 
-def bench(*arguments):
-    return CliRunner().invoke(app, ["bench", "attention", *map(str, arguments)])
-
-
 @pytest.fixture
 def broken(monkeypatch):
     """Ours, a little off in one query row that is always looked at; the definition is intact."""
@@ -62,9 +52,9 @@ def broken(monkeypatch):
     monkeypatch.setattr(problem, "mosar_attention", attend)
 
 
-def test_table_and_records(tmp_path):
+def test_table_and_records(bench, tmp_path):
     path = tmp_path / "a.jsonl"
-    result = bench(*QUICK, "--json", path)
+    result = bench(QUICK, "--json", path)
     assert result.exit_code == 0, result.output
     for name in ("shape", "ρ", "SDPA", "reference", "ours", "speed-up", "plan", "memory", "target"):
         assert name in result.stdout
@@ -101,9 +91,9 @@ def test_every_mode_checks_what_it_computes(mode):
 
 
 @pytest.mark.parametrize("mode", ["sparse", "sparse-train"])
-def test_wrong_result_gets_no_speedup(tmp_path, broken, mode):
+def test_wrong_result_gets_no_speedup(bench, tmp_path, broken, mode):
     path = tmp_path / "a.jsonl"
-    result = bench(*QUICK, "--mode", mode, "--json", path, "--plot", tmp_path / "a.png")
+    result = bench(QUICK, "--mode", mode, "--json", path, "--plot", tmp_path / "a.png")
     assert result.exit_code == 1
     assert "WRONG: out" in result.stdout
     assert result.stderr.splitlines()[-1] == "mosar: error: 2 of 2 rows gave a wrong result"
@@ -176,9 +166,9 @@ def test_flex_that_fails_gives_a_reason(monkeypatch, failure):
 
 
 @pytest.mark.slow
-def test_flex_computes_the_same(tmp_path):
+def test_flex_computes_the_same(bench, tmp_path):
     path = tmp_path / "a.jsonl"
-    result = bench(*TINY, "--competitors", "sdpa,flex,flex-sorted,ours", "--json", path)
+    result = bench(f"{TINY} --competitors sdpa,flex,flex-sorted,ours", "--json", path)
     assert result.exit_code == 0, result.output
     for record in read_records(path):
         for name in ("flex", "flex-sorted"):
@@ -222,94 +212,8 @@ def test_default_rows():
     assert [case.length for case in soft.cases()] == [2048, 8192]
 
 
-def test_labels_of_a_file_by_its_name(tmp_path):
-    path = tmp_path / "mine.npz"
-    np.savez(path, labels_q=np.zeros(40, dtype=int), labels_k=np.full(40, 2))
-    result = bench(*QUICK, "--lengths", 40, "--labels", path)
-    assert result.exit_code == 0, result.output
-    assert "Labels: mine.npz" in result.stdout
-    assert str(tmp_path) not in result.stdout
-
-
-@pytest.mark.parametrize(
-    ("arguments", "part"),
-    [
-        (("--mode", "dense"), "mode must be one of sparse, sparse-train"),
-        (("--mode", ","), "at least one mode is needed"),
-        (("--shapes", "8x1"), "a shape is HEADSxKV_HEADSxHEAD_DIM like 8x1x256, got '8x1'"),
-        (("--shapes", "8x3x64"), "a multiple of the key/value heads, got '8x3x64'"),
-        (("--shapes", ""), "at least one shape is needed"),
-        (("--lengths", "2k"), "--lengths takes numbers like 2048,8192, got '2k'"),
-        (("--lengths", "0"), "lengths must be at least 1, got 0"),
-        (("--memory", "some"), "--memory takes numbers"),
-        (("--competitors", "flash"), "competitor must be one of sdpa, reference, flex"),
-        (("--labels", "random"), "labels must be one of"),
-        (("--seconds", "0"), "seconds must be more than 0"),
-        (("--threads", "0"), "--threads"),
-        (("--seed", "-1"), "--seed"),
-        (("--size", "3"), "--size"),
-    ],
-)
-def test_wrong_usage_exits_2(arguments, part):
-    result = bench(*QUICK, *arguments)
-    assert result.exit_code == 2
-    assert part in result.stderr.splitlines()[-1]
-    assert not result.stdout
-
-
-@pytest.mark.parametrize(
-    ("arguments", "part"),
-    [
-        (("--labels", "no.npz"), "no.npz: No such file"),
-        (("--json", "no/a.jsonl"), "cannot write no/a.jsonl: its folder does not exist"),
-        (("--plot", "no/a.png"), "cannot write no/a.png: its folder does not exist"),
-        (("--plot", "a.gif"), "--plot must end in one of .png, .svg, .pdf"),
-        (("--config", "no.json"), "cannot read no.json"),
-    ],
-)
-def test_failures_are_one_line_before_anything_is_measured(tmp_path, monkeypatch, arguments, part):
-    monkeypatch.chdir(tmp_path)
-    result = bench(*QUICK, *arguments)
-    assert result.exit_code == 1
-    (line,) = result.stderr.splitlines()
-    assert line.startswith("mosar: error: ") and part in line
-    assert not result.stdout
-
-
-def test_interruption_keeps_what_was_measured(tmp_path, monkeypatch):
-    measure = AttentionComparison.measure
-
-    def interrupted(self, case, report):
-        if case.length == 300:
-            raise KeyboardInterrupt
-        return measure(self, case, report)
-
-    monkeypatch.setattr(AttentionComparison, "measure", interrupted)
-    path = tmp_path / "a.jsonl"
-    result = bench(*QUICK, "--json", path)
-    assert result.exit_code == 130
-    assert result.stderr.splitlines()[-1] == "mosar: stopped after 1 of 2 rows"
-    assert "4x2x8" in result.stdout
-    assert len(read_records(path)) == 1
-
-
-def test_ctrl_c_ends_with_130(tmp_path):
-    path, lengths = tmp_path / "a.jsonl", ",".join(map(str, range(32, 4000)))
-    words = f"bench attention --lengths {lengths} --shapes 2x1x8 --memory none --seconds 0.001"
-    words += " --competitors ours"
-    process = start([sys.executable, "-m", "mosar", *words.split(), "--json", path])
-    wait_for(lambda: path.exists() and path.read_text().count("\n") >= 1, process)
-    printed, said = stop(process, signal.SIGINT)
-    assert process.returncode == 130, said
-    rows = len(read_records(path))
-    # It may be stopped after a row is measured and before it is written.
-    last = [f"mosar: stopped after {number} of 3968 rows" for number in (rows, rows + 1)]
-    assert said.splitlines()[-1] in last
-    assert "2x1x8" in printed
-
-
-def test_plot_is_drawn(tmp_path):
-    result = bench(*QUICK, "--plot", tmp_path / "a.svg", "--labels", "clustered")
+def test_plot_is_drawn(bench, tmp_path):
+    result = bench(QUICK, "--plot", tmp_path / "a.svg", "--labels", "clustered")
     assert result.exit_code == 0, result.output
     assert 'id="speedup-4x2x8"' in (tmp_path / "a.svg").read_text()
 

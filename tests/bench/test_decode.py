@@ -6,25 +6,18 @@ Nothing here looks at how long something takes.
 import json
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from mosar.bench import decode
 from mosar.bench.decode import DecodeComparison, DenseSteps, OurSteps, build_steps, check_steps
 from mosar.bench.problem import Case, Shape
-from mosar.cli import app
 from mosar.core.hard_domain import build_hard_domain
 from mosar.model.regime_cache import RegimeLayerCache
 from mosar.records import DecodeBenchmark, ErrorCheck, Measurement, read_records
 
-TINY = ("--shapes", "4x2x8", "--lengths", "40,300", "--seconds", "0.001")
+TINY = "decode --shapes 4x2x8 --lengths 40,300 --seconds 0.001"
 COMPARISON = DecodeComparison(shapes=(Shape(4, 2, 8),), lengths=(40, 300), seconds=0.001)
-
-
-def bench(*arguments):
-    return CliRunner().invoke(app, ["bench", "decode", *map(str, arguments)])
 
 
 def make_record(**changes):
@@ -50,9 +43,9 @@ def make_record(**changes):
     return DecodeBenchmark(**fields | changes)
 
 
-def test_table_and_records(tmp_path):
+def test_table_and_records(bench, tmp_path):
     path = tmp_path / "a.jsonl"
-    result = bench(*TINY, "--json", path)
+    result = bench(TINY, "--json", path)
     assert result.exit_code == 0, result.output
     for name in ("shape", "keys", "SDPA", "ours", "speed-up", "GB/s", "cache", "target"):
         assert name in result.stdout
@@ -118,9 +111,9 @@ def broken(monkeypatch):
     monkeypatch.setattr(decode, "RegimeLayerCache", Broken)
 
 
-def test_wrong_result_gets_no_speedup(tmp_path, broken):
+def test_wrong_result_gets_no_speedup(bench, tmp_path, broken):
     path = tmp_path / "a.jsonl"
-    result = bench(*TINY, "--json", path)
+    result = bench(TINY, "--json", path)
     assert result.exit_code == 1
     assert "WRONG: out" in result.stdout
     assert result.stderr.splitlines()[-1] == "mosar: error: 2 of 2 rows gave a wrong result"
@@ -137,51 +130,6 @@ def test_not_a_number_is_wrong(monkeypatch):
     monkeypatch.setattr(decode, "RegimeLayerCache", Broken)
     problem = build_steps(Case(mode="sparse", shape=Shape(4, 2, 8), length=40))
     assert check_steps(problem).error is None
-
-
-def test_labels_of_a_file_by_its_name(tmp_path):
-    path = tmp_path / "mine.npz"
-    np.savez(path, labels_q=np.zeros(40, dtype=int), labels_k=np.full(40, 2))
-    result = bench(*TINY, "--lengths", 40, "--labels", path)
-    assert result.exit_code == 0, result.output
-    assert "Labels: mine.npz" in result.stdout
-    assert str(tmp_path) not in result.stdout
-
-
-@pytest.mark.parametrize(
-    ("arguments", "part"),
-    [
-        (("--shapes", "8x1"), "a shape is HEADSxKV_HEADSxHEAD_DIM like 8x1x256, got '8x1'"),
-        (("--shapes", ""), "at least one shape"),
-        (("--lengths", "2k"), "--lengths takes numbers like 2048,8192, got '2k'"),
-        (("--lengths", "1"), "lengths must be at least 2, got 1"),
-        (("--labels", "random"), "labels must be one of"),
-        (("--seconds", "0"), "seconds must be more than 0"),
-        (("--threads", "0"), "--threads"),
-    ],
-)
-def test_wrong_usage_exits_2(arguments, part):
-    result = bench(*TINY, *arguments)
-    assert result.exit_code == 2
-    assert part in result.stderr.splitlines()[-1]
-    assert not result.stdout
-
-
-@pytest.mark.parametrize(
-    ("arguments", "part"),
-    [
-        (("--labels", "no.npz"), "no.npz: No such file"),
-        (("--json", "no/a.jsonl"), "cannot write no/a.jsonl: its folder does not exist"),
-        (("--config", "no.json"), "cannot read no.json"),
-    ],
-)
-def test_failures_are_one_line(tmp_path, monkeypatch, arguments, part):
-    monkeypatch.chdir(tmp_path)
-    result = bench(*TINY, *arguments)
-    assert result.exit_code == 1
-    line = result.stderr.splitlines()[-1]
-    assert line.startswith("mosar: error: ") and part in line
-    assert not result.stdout
 
 
 @pytest.mark.parametrize(

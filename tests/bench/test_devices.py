@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from benchmark_records import make_benchmark
 from mosar.bench import attention, devices, problem
@@ -15,7 +14,6 @@ from mosar.bench.correctness import check_problem
 from mosar.bench.devices import Cuda, open_device
 from mosar.bench.problem import Case, Shape, build_problem
 from mosar.bench.table import footer
-from mosar.cli import app
 from mosar.kernels import triton as package
 
 triton = pytest.importorskip("triton")
@@ -177,24 +175,10 @@ def test_a_gpu_has_no_targets():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_one_line_says_so():
+def test_without_a_gpu_one_line_says_so(bench):
     with pytest.raises(Unavailable, match="needs a GPU, and torch sees none"):
         open_device("cuda", None)
-    result = CliRunner().invoke(app, ["bench", "attention", "--device", "cuda", "--lengths", "40"])
+    result = bench("attention --device cuda --lengths 40")
     assert result.exit_code == 1
     (line,) = result.stderr.splitlines()
     assert line.startswith("mosar: error: --device cuda needs a GPU")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "part"),
-    [
-        (("--device", "tpu"), "device must be one of cpu, cuda, got 'tpu'"),
-        (("--device", "cuda", "--dtype", "int8"), "dtype must be one of float32"),
-        (("--dtype", "bfloat16"), "on the CPU dtype must be float32"),
-    ],
-)
-def test_wrong_usage(arguments, part):
-    result = CliRunner().invoke(app, ["bench", "attention", *arguments])
-    assert result.exit_code == 2
-    assert part in result.stderr.splitlines()[-1]

@@ -59,8 +59,9 @@ def error_check(
 
 
 def compare(error: float, budget: float) -> ErrorCheck:
-    """An error that is not a number is beyond every budget."""
-    return ErrorCheck(error=error if math.isfinite(error) else None, budget=budget)
+    """An error that is not a number is beyond every budget; JSON has no NaN."""
+    finite = math.isfinite(error) and math.isfinite(budget)
+    return ErrorCheck(error=error if finite else None, budget=budget if finite else 0.0)
 
 
 def dense_rows(problem: Problem, rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:

@@ -81,7 +81,7 @@ def _last_cell(record: Benchmark, verdicts: Sequence[Verdict]) -> Text:
     if not record.correct:
         failed = [name for name, check in record.checks.items() if not check.passed]
         return Text(f"WRONG: {', '.join(failed)}", style="bold red")
-    return Text(", ").join(
+    return Text(", " if len(verdicts) < 3 else "\n").join(
         Text(f"{target} {'✓' if met else '✗'}", style="green" if met else "yellow")
         for target, met in verdicts
     ) or Text(_NONE)
