@@ -148,7 +148,7 @@ def test_flex_is_left_out_where_it_cannot_or_need_not_run(monkeypatch):
     assert record.speedup is None
 
 
-@pytest.mark.parametrize("failure", ["no compiler", "another result"])
+@pytest.mark.parametrize("failure", ["no compiler", "is wrong here"])
 def test_flex_that_fails_gives_a_reason(monkeypatch, failure):
     def first_call(name, call):
         if failure == "no compiler":
