@@ -44,12 +44,6 @@ constexpr float kHighBarrier = 20;
 constexpr int64_t kStretchBlocks = 32, kStretchUnits = 128;
 static_assert(kTablePad >= kLanes, "a vector of distances may start kLanes before the table");
 
-// log(2^top sum)
-inline float log_sum(float top, double sum) {
-  if (sum == 0) return -std::numeric_limits<float>::infinity();
-  return static_cast<float>(top * 0.69314718055994531 + std::log(sum));
-}
-
 // log2 of a gate; geometry: plateau, 1 / transition. In double: a float has no fraction of a far
 // plateau, and a large barrier multiplies what is rounded off.
 inline vd log_gate(vd distance, const double* geometry, double barrier, double exponent) {
@@ -60,6 +54,12 @@ inline vd log_gate(vd distance, const double* geometry, double barrier, double e
   else
     for (int l = 0; l < kWidth; ++l) t[l] = std::pow(t[l], exponent);
   return t * (-barrier * kLog2eDouble);
+}
+
+// log(2^top sum)
+inline float log_sum(float top, double sum) {
+  if (sum == 0) return -std::numeric_limits<float>::infinity();
+  return static_cast<float>(top * 0.69314718055994531 + std::log(sum));
 }
 
 struct Matrix {
@@ -82,7 +82,7 @@ struct Problem {
   // kGeometry: [labels][classes][2] of (plateau, 1 / transition), barrier and exponent; a table of log2
   // gates per (label, class) saves the powers when the exponent is not 2.
   const double* geometry;
-  double barrier, exponent;  // for kWorth too: no worth that is not 0 lies below e^-barrier
+  double barrier, exponent;  // barrier for kWorth too: a worth above 0 is at least e^-barrier
   // kWorth: pi_q [batch][groups][queries][regimes], pi_k [..][keys][columns]; the first `regimes`
   // columns are routed, a further one stands for sinks. Gates per (regime, column) in `table`, or by
   // `geometry` [regimes][columns][2] where a table would be too long.
@@ -628,17 +628,16 @@ class Attention::Worker {
   // sums[lane] += sum_row a[row][lane] (b[row][lane])
   static void add_products(const float* a, const float* b, int64_t rows, double* sums) {
     for (int v = 0; v < 2; ++v) {
-      LongSum sum;
+      vf sum = vf{};
       for (int64_t from = 0; from < rows; from += kTerms) {
         vf part = vf{};
         for (int64_t j = from; j < std::min(rows, from + kTerms); ++j) {
           const int64_t at = j * kLanes + v * kWidth;
           part += b ? load(a + at) * load(b + at) : load(a + at);
         }
-        sum.add(part);
+        sum += part;
       }
-      for (int l = 0; l < kWidth; ++l)
-        sums[v * kWidth + l] += static_cast<double>(sum.high[l]) + sum.low[l];
+      for (int l = 0; l < kWidth; ++l) sums[v * kWidth + l] += sum[l];
     }
   }
 
@@ -712,7 +711,7 @@ class Attention::Worker {
     const int64_t head = unit_->b * p_.kv_heads + group.kv_head, count = end - begin;
     const int64_t stride = sorted.stride;
     const float *k = sorted.k[head] + begin * stride, *v = sorted.v[head] + begin * stride;
-    score(k, stride, count, group.q, p_.dim, score_);
+    score(k, stride, count, group.q, p_.dim, kScoreChain, score_);
     finish_scores(group, c, begin, end, block, nullptr);
     const float* worth = worth_ + (begin - block) * kLanes;
     const bool weighted = p_.bias == Bias::kWorth, high = weighted && p_.barrier > kHighBarrier;
@@ -840,8 +839,8 @@ class Attention::Worker {
     const int64_t head = unit_->b * p_.kv_heads + group.kv_head, count = end - begin;
     const int64_t stride = sorted.stride;
     const float *k = sorted.k[head] + begin * stride, *v = sorted.v[head] + begin * stride;
-    score(k, stride, count, group.q, p_.dim, score_);
-    score(v, stride, count, group.d_o, p_.dim, dprob_);
+    score(k, stride, count, group.q, p_.dim, kScoreChain, score_);
+    score(v, stride, count, group.d_o, p_.dim, kGradientChain, dprob_);
     finish_scores(group, c, begin, end, block, slope_);
     const bool weighted = p_.bias == Bias::kWorth, capped = p_.softcap > 0;
     auto probability = [&](int64_t j, int v) {

@@ -6,7 +6,7 @@
 //
 // Lanes are query rows, so keys need no padding or alignment: any run of keys costs what it holds, and
 // softmax over keys never crosses lanes. Sums start at 0 and are added to the result once per block:
-// many short chains of additions round less than one long one. So does the sum over d, every kChain.
+// many short chains of additions round less than one long one. So is a score's sum over d, every `chain`.
 // Matrices over lanes have kLanes columns, 64-byte aligned.
 #pragma once
 
@@ -20,14 +20,16 @@ constexpr int kKeyBlock = kManyRegisters ? 8 : 6;
 constexpr int kDimBlock = kManyRegisters ? 8 : 6;
 constexpr int kOuterKeys = kManyRegisters ? 6 : 3;
 constexpr int kOuterVectors = kManyRegisters ? 4 : 3;
-constexpr int64_t kChain = 32;
+// A score is scaled down before anything depends on it. dP is not, and dP - dO·O cancels: it has to be
+// as right as it can cheaply be.
+constexpr int64_t kScoreChain = 128, kGradientChain = 32;
 
 template <int Keys>
 void score_block(const float* __restrict k, int64_t stride, const float* __restrict q, int64_t dim,
-                 float* __restrict s) {
+                 int64_t chain, float* __restrict s) {
   vf sum[Keys][2];
-  for (int64_t from = 0; from < dim; from += kChain) {
-    const int64_t to = std::min(dim, from + kChain);
+  for (int64_t from = 0; from < dim; from += chain) {
+    const int64_t to = std::min(dim, from + chain);
 #pragma GCC unroll 8
     for (int i = 0; i < Keys; ++i) sum[i][0] = sum[i][1] = vf{};
     for (int64_t d = from; d < to; ++d) {
@@ -116,19 +118,20 @@ void for_balanced(int64_t total, int64_t block, const Body& body) {
   }
 }
 
-inline void score(const float* k, int64_t stride, int64_t keys, const float* q, int64_t dim, float* s) {
+inline void score(const float* k, int64_t stride, int64_t keys, const float* q, int64_t dim,
+                  int64_t chain, float* s) {
   for_balanced(keys, kKeyBlock, [&](int64_t start, int64_t count) {
     const float* rows = k + start * stride;
     float* out = s + start * kLanes;
     switch (count) {
-      case 1: return score_block<1>(rows, stride, q, dim, out);
-      case 2: return score_block<2>(rows, stride, q, dim, out);
-      case 3: return score_block<3>(rows, stride, q, dim, out);
-      case 4: return score_block<4>(rows, stride, q, dim, out);
-      case 5: return score_block<5>(rows, stride, q, dim, out);
-      case 6: return score_block<6>(rows, stride, q, dim, out);
-      case 7: return score_block<7>(rows, stride, q, dim, out);
-      default: return score_block<8>(rows, stride, q, dim, out);
+      case 1: return score_block<1>(rows, stride, q, dim, chain, out);
+      case 2: return score_block<2>(rows, stride, q, dim, chain, out);
+      case 3: return score_block<3>(rows, stride, q, dim, chain, out);
+      case 4: return score_block<4>(rows, stride, q, dim, chain, out);
+      case 5: return score_block<5>(rows, stride, q, dim, chain, out);
+      case 6: return score_block<6>(rows, stride, q, dim, chain, out);
+      case 7: return score_block<7>(rows, stride, q, dim, chain, out);
+      default: return score_block<8>(rows, stride, q, dim, chain, out);
     }
   });
 }
