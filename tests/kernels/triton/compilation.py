@@ -51,6 +51,8 @@ class Wanted:
     num_sinks: int = 0
     num_regimes: int = 3
     tf32: bool = False
+    far: bool = False
+    """Reaches for which gates are computed."""
     every_block: bool = False
     """All candidate blocks instead of the first."""
 
@@ -95,6 +97,7 @@ def record_launches(
     num_sinks: int,
     num_regimes: int = 3,
     tf32: bool = False,
+    far: bool = False,
 ) -> dict[str, Launch]:
     """What forward and backward of a call launch, or a step of decoding, by name."""
     import torch
@@ -111,7 +114,10 @@ def record_launches(
     recorder = Recorder(launches, names)
     torch.backends.cuda.matmul.fp32_precision = "tf32" if tf32 else "ieee"
     config = MoSARConfig(num_sinks=num_sinks)
-    config = replace(config, regimes=config.regimes[-num_regimes:])
+    regimes = config.regimes[-num_regimes:]
+    if far:
+        regimes = tuple(replace(regime, reach=1000 * regime.reach) for regime in regimes)
+    config = replace(config, regimes=regimes)
     length, kv_heads = 512, 2
     kind, training = getattr(torch, dtype), call != "decode"
     q, k, v = (
@@ -227,6 +233,7 @@ def compile_all(wanted: Iterable[Wanted]) -> Iterator[dict[str, Any]]:
             want.num_sinks,
             want.num_regimes,
             want.tf32,
+            want.far,
         )[want.kernel]
         found: tuple[Any, ...] = (None,)
         if want.kernel in blocks.KERNELS:

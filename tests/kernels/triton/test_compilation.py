@@ -28,6 +28,10 @@ OTHERS = [
     Wanted("sparse", "key", "gfx942", "bfloat16", head_dim=256),
     Wanted("soft", "forward", "sm80", "bfloat16", softcap=50.0, num_sinks=4),
     Wanted("soft", "key", "sm90", "float16", softcap=50.0),
+    *(
+        Wanted("soft", kernel, "sm80", "bfloat16", num_regimes=2, far=True)
+        for kernel in KERNELS["soft"]
+    ),
     Wanted("decode", "decode", "gfx942", "float32", head_dim=256, share=64, softcap=50.0),
     Wanted("decode", "decode", "sm80", "bfloat16", head_dim=256, share=64),
 ]
