@@ -1,1 +1,1 @@
-"""The Gemma 2-style decoder that all variants share; geometries.py has what a variant changes."""
+"""The Gemma 2-style decoder that all variants share; geometries/ has what a variant changes."""
