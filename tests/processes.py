@@ -4,9 +4,11 @@ No test may depend on how fast a machine is. A test that needs a command to be s
 it more work than it can ever finish; HANG only ends what would never end.
 """
 
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 HANG = 900.0
@@ -14,8 +16,10 @@ HANG = 900.0
 
 
 def start(words: Sequence[object], **options: Any) -> subprocess.Popen[str]:
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([str(word) for word in words], **pipes | options)
+    usual = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    # Tests that a shell runs in the background ignore Ctrl-C, and so would what they start.
+    usual["preexec_fn"] = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    return subprocess.Popen([str(word) for word in words], **usual | options)
 
 
 def wait_for(condition: Callable[[], object], process: subprocess.Popen[str]) -> None:
