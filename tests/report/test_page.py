@@ -1,6 +1,7 @@
 """The page: whole, self-contained, the same for the same records, for any part of an experiment."""
 
 import ast
+import json
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from mosar.core.config import MoSARConfig
+from mosar.files import sealed, unsealed
 from mosar.records import Cell
 from mosar.report import elements
 from mosar.report.charts import (
@@ -205,8 +207,10 @@ def test_names_cannot_break_out(tmp_path):
     write_experiment(tmp_path, variants=("rope",), seeds=(0,), retrieval=False, benchmarks=False)
     # A file cannot have this name, a record can.
     path = next((tmp_path / "records").glob("*.jsonl"))
-    escaped = bad.replace('"', '\\"')
-    path.write_text(path.read_text().replace('"variant": "rope"', f'"variant": "{escaped}"'))
+    lines = [unsealed(json.loads(line))[0] for line in path.read_text().splitlines()]
+    for line in lines:
+        line["cell"]["variant"] = bad
+    path.write_text("\n".join(json.dumps(sealed(line, digits=16)) for line in lines))
     c = Comparison(load_experiment(tmp_path))
     page = render_page(c, make_sections(c), [])
     assert c.variants == [bad]

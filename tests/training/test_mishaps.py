@@ -66,13 +66,21 @@ def failed(*words):
     "key",
     [
         *("model.hidden_size", "model.vocab_size", "model.head_dim"),
-        *("model.ffn_size", "attention.router_hidden", "attention.routing_groups"),
+        *("model.ffn_size", "attention.router_hidden"),
     ],
 )
 def test_a_model_larger_than_the_memory_is_refused_by_name(dataset, tmp_path, key):
     words = ("train", "--preset", "smoke", "--data", dataset, "--out", tmp_path / "run")
-    line = failed(*words, "--set", f"{key}=999999999999")
-    assert f"{key}=999999999999" in line and "GB of memory, and this machine has" in line
+    line = failed(*words, "--set", f"{key}=999999999998")
+    assert f"{key}=999999999998" in line and "GB of memory, and this machine has" in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_more_routing_groups_than_heads_are_refused_by_name(dataset, tmp_path):
+    words = ["train", "--preset", "smoke", "--data", str(dataset), "--out", str(tmp_path / "run")]
+    result = CliRunner().invoke(app, [*words, "--set", "attention.routing_groups=999999999999"])
+    assert result.exit_code == 2
+    assert "routing_groups must divide num_kv_heads=2, got 999999999999" in result.stderr
     assert not (tmp_path / "run").exists()
 
 
