@@ -20,8 +20,8 @@ from mosar.integrations.retrofit import load_retrofitted, retrofit
 from mosar.integrations.retrofit.base_model import BaseIdentity, load_base
 from mosar.integrations.retrofit.config import RetrofitSettings
 from mosar.integrations.retrofit.evaluate import evaluate_retrofit
-from mosar.integrations.retrofit.text import read_windows
 from mosar.integrations.retrofit.train import train_retrofit
+from mosar.integrations.retrofit.windows import read_windows
 
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 

@@ -68,7 +68,7 @@ MAY_IMPORT = {
     "generation": {
         *("torch", "mosar.attention", "mosar.core", "mosar.data", "mosar.generation"),
         *("mosar.files", "mosar.geometries", "mosar.integrations", "mosar.model"),
-        *("mosar.evaluation.choices", "mosar.evaluation.errors", "mosar.evaluation.subject"),
+        *("mosar.evaluation.choices", "mosar.evaluation.errors", "mosar.evaluation.loaded_run"),
     },
     "planning": {
         *("torch", "rich", "mosar.core", "mosar.geometries", "mosar.planning", "mosar.records"),
@@ -95,7 +95,7 @@ MAY_IMPORT = {
         *("mosar.files", "mosar.records", "mosar.version"),
         # What run folders and their evaluations hold.
         *("mosar.evaluation.choices", "mosar.evaluation.errors", "mosar.evaluation.store"),
-        *("mosar.evaluation.subject", "mosar.training.batches", "mosar.training.checkpoints"),
+        *("mosar.evaluation.loaded_run", "mosar.training.batches", "mosar.training.checkpoints"),
         *("mosar.training.config", "mosar.training.errors", "mosar.training.run_folder"),
     },
     "bench": {

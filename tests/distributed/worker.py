@@ -39,7 +39,7 @@ def train_job(job):
     except TrainingError as error:
         if job.get("error") is None or job["error"] not in str(error):
             raise
-        assert error.is_told_elsewhere == (launched()[0] != 0)
+        assert error.reported_by_peer == (launched()[0] != 0)
         return
     assert job.get("error") is None, f"no error in {job}"
 
@@ -64,7 +64,7 @@ def gradient_job(job):
                 local(own[name]).copy_(own_part(parameter, own[name]))
         batch = next(open_batches(config, team.share).of_step(1))
         objective = Objective(config)
-        terms = team.passer(objective, decoder)(*batch, step=1000)
+        terms = team.forward_fn(objective, decoder)(*batch, step=1000)
         terms.loss.backward()
         expected = Objective(config)(whole, *batch, step=1000)
         expected.loss.backward()

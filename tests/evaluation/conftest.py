@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mosar.data.prepare import prepare
-from mosar.evaluation.subject import Subject
+from mosar.evaluation.loaded_run import LoadedRun
 from mosar.training.config import resolve_config
 from mosar.training.loop import train
 
@@ -55,17 +55,17 @@ def run(trained, tmp_path):
 
 
 @pytest.fixture
-def subject(trained):
+def loaded(trained):
     """A trained run, opened."""
-    return lambda variant="mosar", *changes: Subject.open(trained(variant, *changes))
+    return lambda variant="mosar", *changes: LoadedRun.open(trained(variant, *changes))
 
 
 @pytest.fixture
-def scattered(subject):
+def scattered(loaded):
     """The same far from where it began: every regime is chosen, and every choice matters."""
 
-    def make(variant: str = "mosar", *changes: str) -> Subject:
-        made = subject(variant, *changes)
+    def make(variant: str = "mosar", *changes: str) -> LoadedRun:
+        made = loaded(variant, *changes)
         generator = torch.Generator().manual_seed(3)
         with torch.no_grad():
             for name, parameter in made.decoder.named_parameters():

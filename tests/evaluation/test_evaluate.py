@@ -10,7 +10,7 @@ import torch
 from mosar.evaluation import evaluate as evaluate_module
 from mosar.evaluation.errors import EvaluationError
 from mosar.evaluation.evaluate import evaluate
-from mosar.evaluation.subject import _device
+from mosar.evaluation.loaded_run import _device
 from mosar.records import Cell, EvaluationRecord, read_records
 
 QUICK = {"lengths": ("1x", "2x"), "tokens": 512, "progress": False}
@@ -22,9 +22,9 @@ def counted(monkeypatch):
     lengths = []
     real = evaluate_module.evaluate_length
 
-    def spy(subject, text, length, *rest, **options):
+    def spy(loaded, text, length, *rest, **options):
         lengths.append(length)
-        return real(subject, text, length, *rest, **options)
+        return real(loaded, text, length, *rest, **options)
 
     monkeypatch.setattr(evaluate_module, "evaluate_length", spy)
     return lengths

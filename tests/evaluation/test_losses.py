@@ -9,9 +9,9 @@ from mosar.evaluation.losses import LossTally, bucket_bounds, token_losses
 
 
 @pytest.mark.parametrize("chunk", [1, 1 << 12, 1 << 21])
-def test_token_losses_are_those_of_the_logits(subject, monkeypatch, chunk):
+def test_token_losses_are_those_of_the_logits(loaded, monkeypatch, chunk):
     monkeypatch.setattr(losses, "_CHUNK_LOGITS", chunk)
-    decoder = subject("rope").decoder
+    decoder = loaded("rope").decoder
     assert decoder.model_config.final_softcap is not None
     generator = torch.Generator().manual_seed(0)
     hidden = 5 * torch.randn(3, 70, 32, generator=generator)

@@ -8,36 +8,36 @@ import torch
 import torch.nn.functional as F
 
 from mosar import attention as attention_module
-from mosar.evaluation import perplexity, text
+from mosar.evaluation import perplexity, validation_text
 from mosar.evaluation.errors import EvaluationError
 from mosar.evaluation.perplexity import evaluate_length
-from mosar.evaluation.text import EvaluationText
+from mosar.evaluation.validation_text import ValidationText
 from mosar.geometries import mosar as mosar_geometry
 
 ROUTINGS = ("soft", "top1", "sparse")
 
 
-def measure(subject, length, routings=ROUTINGS, tokens=512, lengths=None):
-    source = EvaluationText(subject, lengths or (length,), tokens=tokens)
+def measure(loaded, length, routings=ROUTINGS, tokens=512, lengths=None):
+    source = ValidationText(loaded, lengths or (length,), tokens=tokens)
     return evaluate_length(
-        subject, source, length, routings, cell=subject.cell, inputs={}, advance=lambda: None
+        loaded, source, length, routings, cell=loaded.cell, inputs={}, advance=lambda: None
     )
 
 
-def exact_loss(subject, length, routing, monkeypatch, tokens=512):
+def exact_loss(loaded, length, routing, monkeypatch, tokens=512):
     """In float64 by the dense reference, window by window, all logits."""
-    source = EvaluationText(subject, (length,), tokens=tokens)
-    subject.decoder.double()
+    source = ValidationText(loaded, (length,), tokens=tokens)
+    loaded.decoder.double()
     losses = []
     with monkeypatch.context() as patch:
         reference = functools.partial(attention_module.mosar_attention, impl="reference")
         patch.setattr(mosar_geometry, "mosar_attention", reference)
         for tokens_BT, segments in source.batches(length):
-            output = subject.decoder(tokens_BT[:, :-1], segment_ids=segments, routing=routing)
+            output = loaded.decoder(tokens_BT[:, :-1], segment_ids=segments, routing=routing)
             assert output.hidden.dtype == torch.float64
-            logits = subject.decoder.logits(output.hidden)
+            logits = loaded.decoder.logits(output.hidden)
             losses.append(F.cross_entropy(logits.flatten(0, 1), tokens_BT[:, 1:].flatten()))
-    subject.decoder.float()
+    loaded.decoder.float()
     # Batches hold as many windows each.
     return float(torch.stack(losses).mean())
 
@@ -51,7 +51,7 @@ def exact_loss(subject, length, routing, monkeypatch, tokens=512):
     ],
 )
 def test_every_routing_is_the_dense_definition(scattered, monkeypatch, changes):
-    monkeypatch.setattr(text, "PASS_TOKENS", 256)
+    monkeypatch.setattr(validation_text, "PASS_TOKENS", 256)
     made = scattered("mosar", *changes)
     records = {record.routing: record for record in measure(made, 256)}
     losses = {routing: exact_loss(made, 256, routing, monkeypatch) for routing in ROUTINGS}
@@ -116,15 +116,15 @@ def test_a_record_says_what_was_done(scattered):
         assert soft.shares_soft[side][1] != sparse.shares_soft[side][1]
 
 
-def test_matched_lengths_differ_only_in_what_may_be_seen(subject):
+def test_matched_lengths_differ_only_in_what_may_be_seen(loaded):
     """With a window of the training length, cutting the text there changes little but the start."""
-    made = subject("rope-m-mask")
+    made = loaded("rope-m-mask")
     short, long = (measure(made, length, ("native",), lengths=(64, 256))[0] for length in (64, 256))
     assert short.tokens == long.tokens
     assert short.windows == 4 * long.windows
     # Of a longer window the first 64 positions are a window of 64 of its own.
     first = [row for row in long.buckets if row[1] <= 64]
-    starts = EvaluationText(made, (64, 256), tokens=512)
+    starts = ValidationText(made, (64, 256), tokens=512)
     tokens = torch.cat([batch for batch, _ in starts.batches(256)])[:, :65]
     hidden = made.decoder(tokens[:, :-1]).hidden
     own = perplexity.token_losses(made.decoder, hidden, tokens[:, 1:])
@@ -133,8 +133,8 @@ def test_matched_lengths_differ_only_in_what_may_be_seen(subject):
 
 
 @pytest.mark.parametrize("variant", ["rope", "alibi", "p-rope", "fixed-s", "fixed-m"])
-def test_variants_that_evaluate_every_pair(subject, variant):
-    (record,) = measure(subject(variant), 128, ("native",))
+def test_variants_that_evaluate_every_pair(loaded, variant):
+    (record,) = measure(loaded(variant), 128, ("native",))
     assert (record.density, record.layer_density) == (1.0, [])
     assert record.reach_soft is None and record.reach_top1 is None
     assert record.discarded_mass == record.regimes == []
@@ -143,14 +143,14 @@ def test_variants_that_evaluate_every_pair(subject, variant):
 
 @pytest.mark.parametrize("isolated", [False, True])
 @pytest.mark.parametrize(("variant", "routing"), [("rope-m-mask", "native"), ("fixed-m", "sparse")])
-def test_the_pairs_of_a_window_are_counted(subject, variant, routing, isolated):
+def test_the_pairs_of_a_window_are_counted(loaded, variant, routing, isolated):
     changes = ("data.isolate_documents=true",) if isolated else ()
-    made = subject(variant, *changes)
+    made = loaded(variant, *changes)
     (record,) = measure(made, 128, (routing,), lengths=(128,))
     assert record.layer_density == [record.density] * 2
     distances = torch.arange(128)[:, None] - torch.arange(128)
     inside = causal = 0
-    for _, segments in EvaluationText(made, (128,), tokens=512).batches(128):
+    for _, segments in ValidationText(made, (128,), tokens=512).batches(128):
         there = (distances >= 0).expand(4, 128, 128)
         if segments is not None:
             there = there & (segments[:, :, None] == segments[:, None, :])
@@ -160,13 +160,13 @@ def test_the_pairs_of_a_window_are_counted(subject, variant, routing, isolated):
 
 
 def test_routings_take_turns(scattered, monkeypatch):
-    monkeypatch.setattr(text, "PASS_TOKENS", 128)
+    monkeypatch.setattr(validation_text, "PASS_TOKENS", 128)
     order = []
     real = perplexity._losses
 
-    def spy(subject, tokens, segments, routing):
+    def spy(loaded, tokens, segments, routing):
         order.append(routing)
-        return real(subject, tokens, segments, routing)
+        return real(loaded, tokens, segments, routing)
 
     monkeypatch.setattr(perplexity, "_losses", spy)
     measure(scattered(), 128, tokens=512)
@@ -176,8 +176,8 @@ def test_routings_take_turns(scattered, monkeypatch):
     assert all(sorted(turn) == sorted(ROUTINGS) for turn in rounds)
 
 
-def test_a_loss_that_is_not_a_number_is_said(subject):
-    made = subject()
+def test_a_loss_that_is_not_a_number_is_said(loaded):
+    made = loaded()
     with torch.no_grad():
         made.decoder.norm.weight.fill_(math.nan)
     with pytest.raises(EvaluationError, match=r"is nan at length 64 with routing soft"):

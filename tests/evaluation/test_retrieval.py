@@ -7,6 +7,7 @@ import torch
 
 from mosar.data.tasks import TASKS, make_windows
 from mosar.evaluation.evaluate import evaluate
+from mosar.evaluation.loaded_run import LoadedRun
 from mosar.evaluation.retrieval import (
     Questions,
     answer,
@@ -14,7 +15,6 @@ from mosar.evaluation.retrieval import (
     distance_bounds,
     evaluate_retrieval,
 )
-from mosar.evaluation.subject import Subject
 from mosar.records import Cell, RetrievalRecord, read_records
 from mosar.training.config import resolve_config
 from mosar.training.loop import train
@@ -73,10 +73,10 @@ class Oracle:
 def test_an_oracle_of_a_reach_is_seen_to_have_it(task, reach):
     made = TASKS[task](64)
     windows = make_windows(made, range(40), 200, split="test")
-    subject = SimpleNamespace(
+    loaded = SimpleNamespace(
         decoder=Oracle(windows, reach, made.vocab_size), device=torch.device("cpu")
     )
-    right = answer(subject, windows, "native")
+    right = answer(loaded, windows, "native")
     assert right.shape == windows.distances.shape
     assert torch.equal(right, windows.distances <= reach)
     rows = by_distance(right.flatten(), windows.distances.flatten(), distance_bounds(200, [reach]))
@@ -90,8 +90,8 @@ def test_one_wrong_token_spoils_a_passkey():
     windows = make_windows(made, range(3), 64, split="test")
     oracle = Oracle(windows, 10_000, made.vocab_size)
     oracle.said[1, windows.answers[1, 0, 2]] = made.vocab_size - 1
-    subject = SimpleNamespace(decoder=oracle, device=torch.device("cpu"))
-    assert answer(subject, windows, "soft").tolist() == [[True], [False], [True]]
+    loaded = SimpleNamespace(decoder=oracle, device=torch.device("cpu"))
+    assert answer(loaded, windows, "soft").tolist() == [[True], [False], [True]]
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 64, 100, 256, 257, 1000])
@@ -136,16 +136,16 @@ def test_a_run_of_a_task_is_asked(task, task_run):
 
 
 def test_accuracy_is_that_of_the_decoder(task_run):
-    subject = Subject.open(task_run("recall", "rope"))
-    questions = Questions(subject, (64,), 1024)
+    loaded = LoadedRun.open(task_run("recall", "rope"))
+    questions = Questions(loaded, (64,), 1024)
     (record,) = evaluate_retrieval(
-        *(subject, questions, 64, ("native",)),
+        *(loaded, questions, 64, ("native",)),
         cell=Cell(variant="rope", preset="retrieval", seed=0),
         inputs={},
         advance=lambda: None,
     )
     windows = make_windows(questions.task, range(16), 64, split="test")
-    said = subject.decoder.logits(subject.decoder(windows.tokens[:, :-1]).hidden).argmax(dim=-1)
+    said = loaded.decoder.logits(loaded.decoder(windows.tokens[:, :-1]).hidden).argmax(dim=-1)
     right = (said == windows.tokens[:, 1:])[windows.scored]
     assert record.answers == right.numel() == 128
     assert record.accuracy == pytest.approx(float(right.double().mean()))
@@ -162,7 +162,7 @@ def test_accuracy_is_that_of_the_decoder(task_run):
     ],
 )
 def test_marks_are_the_regimes_that_a_variant_has(task_run, variant, reaches):
-    assert Subject.open(task_run("passkey", variant)).geometry.reaches() == reaches
+    assert LoadedRun.open(task_run("passkey", variant)).geometry.reaches() == reaches
 
 
 def test_wrong_arguments(task_run):

@@ -10,10 +10,10 @@ from mosar.evaluation.routing import RoutingTally, regime_letters
 CONFIGS = [(), ("attention.routing_groups=2",), ("attention.num_sinks=2",)]
 
 
-def passes(subject, windows=5, length=96, segments=None):
+def passes(loaded, windows=5, length=96, segments=None):
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(257, (windows, length), generator=generator)
-    return subject.decoder(tokens, segment_ids=segments).routings
+    return loaded.decoder(tokens, segment_ids=segments).routings
 
 
 @pytest.mark.parametrize("changes", CONFIGS)

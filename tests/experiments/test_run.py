@@ -17,7 +17,7 @@ from mosar.experiments import work
 from mosar.experiments.command import run_reproduce_command
 from mosar.experiments.run import ExperimentError, run_experiment
 from mosar.experiments.settings import Axis, ExperimentSettings
-from mosar.experiments.work import spoken
+from mosar.experiments.work import duration_text
 from mosar.geometries import VARIANTS
 from mosar.records import EvaluationRecord, TrainingRecord, read_records
 from mosar.report.comparison import Comparison
@@ -371,4 +371,4 @@ def test_the_help_names_presets_and_variants():
     ],
 )
 def test_spoken(seconds, said):
-    assert spoken(seconds) == said
+    assert duration_text(seconds) == said

@@ -144,6 +144,6 @@ def plan(
             return
         from rich.console import Console
 
-        from mosar.planning.text import print_plan
+        from mosar.planning.terminal import print_plan
 
         print_plan(made, Console())

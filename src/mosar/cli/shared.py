@@ -38,7 +38,7 @@ def reported(*failures: type[Exception]) -> Iterator[None]:
     try:
         yield
     except (*failures, DamagedFile) as error:
-        if getattr(error, "is_told_elsewhere", False):
+        if getattr(error, "reported_by_peer", False):
             raise typer.Exit(1) from None
         raise CommandFailed(str(error)) from None
     except ValueError as error:
@@ -59,7 +59,7 @@ def interruptible(stopped: str, saved: str | None = None) -> Iterator[None]:
     try:
         yield
     except TrainingInterrupted as error:
-        if not error.is_told_elsewhere:
+        if not error.reported_by_peer:
             typer.echo(f"mosar: {saved or error}", err=True)
         raise typer.Exit(error.exit_code) from None
     except KeyboardInterrupt:

@@ -120,10 +120,12 @@ class ProcessTeam(Team):
         dist.all_reduce(who, op=dist.ReduceOp.MAX)
         if failure is not None:
             if isinstance(failure, TrainingError) and int(who) != self.rank + 1:
-                failure.is_told_elsewhere = True
+                failure.reported_by_peer = True
             raise failure
         if int(who):
-            raise _told_elsewhere(TrainingError(f"process {int(who) - 1} failed; see its message"))
+            raise _reported_by_peer(
+                TrainingError(f"process {int(who) - 1} failed; see its message")
+            )
 
     def from_first(self, action: Callable[[], Value]) -> Value:
         answer: dict[str, Any] = {}
@@ -138,7 +140,7 @@ class ProcessTeam(Team):
         if failure is not None:
             raise failure
         if "error" in answer:
-            raise _told_elsewhere(TrainingError(answer["error"]))
+            raise _reported_by_peer(TrainingError(answer["error"]))
         return answer["value"]
 
     def _broadcast(self, value: Any) -> Any:
@@ -184,13 +186,13 @@ class ProcessTeam(Team):
                     groups.append({**group, "params": chosen})
         optimizer.param_groups[:] = groups
 
-    def passer(self, objective: Objective, decoder: Decoder) -> Callable[..., Terms]:
+    def forward_fn(self, objective: Objective, decoder: Decoder) -> Callable[..., Terms]:
         attention = self.config.attention
         if self.mesh.tensor > 1 and attention.routing_groups > 1:
             group, size = self.devices.get_group(TENSOR), self.mesh.tensor
             objective.merge_shares = lambda shares: add(group, shares) / size
         if not self._uses_ddp:
-            return super().passer(objective, decoder)
+            return super().forward_fn(objective, decoder)
         self._ddp = DistributedDataParallel(
             _Pass(objective, decoder),
             process_group=self.devices.get_group(DATA),
@@ -290,8 +292,8 @@ def _square(gradients: list[Tensor]) -> Tensor:
     return torch.nn.utils.get_total_norm(gradients).double().square()
 
 
-def _told_elsewhere(error: TrainingError) -> TrainingError:
-    error.is_told_elsewhere = True
+def _reported_by_peer(error: TrainingError) -> TrainingError:
+    error.reported_by_peer = True
     return error
 
 

@@ -9,8 +9,8 @@ from typing import cast
 from rich.console import Console
 
 from mosar.evaluation.evaluate import evaluate
+from mosar.evaluation.loaded_run import LoadedRun
 from mosar.evaluation.store import EVALUATIONS
-from mosar.evaluation.subject import Subject
 from mosar.evaluation.table import (
     bucket_table,
     layer_table,
@@ -87,14 +87,14 @@ def _show_perplexity(
                 console.print(layer_table(rows[-1]))
 
 
-def _comparable(run: Path, against: Path, step: int | None) -> Subject:
+def _comparable(run: Path, against: Path, step: int | None) -> LoadedRun:
     """The other run at the same step, once it is known that both learnt the same text."""
-    ours, other = Subject.open(run, step), Subject.open(against, step)
-    for subject in (ours, other):
-        if subject.config.data.task != "text":
+    ours, other = LoadedRun.open(run, step), LoadedRun.open(against, step)
+    for loaded in (ours, other):
+        if loaded.config.data.task != "text":
             raise ValueError(
-                f"--against compares perplexities, and {subject.run} learnt the task "
-                f"{subject.config.data.task}"
+                f"--against compares perplexities, and {loaded.run} learnt the task "
+                f"{loaded.config.data.task}"
             )
     if ours.data_fingerprint != other.data_fingerprint:
         raise ValueError(f"--against {against} was trained on other data than {run}")
@@ -103,7 +103,7 @@ def _comparable(run: Path, against: Path, step: int | None) -> Subject:
 
 def _on_the_same_text(
     records: list[EvaluationRecord],
-    other: Subject,
+    other: LoadedRun,
     step: int | None,
     data: Path | None,
     progress: bool,

@@ -13,12 +13,12 @@ from typing import Any
 
 from mosar.evaluation.choices import check_routings, parse_lengths
 from mosar.evaluation.errors import EvaluationError
+from mosar.evaluation.loaded_run import LoadedRun
 from mosar.evaluation.perplexity import evaluate_length
 from mosar.evaluation.progress import length_progress, say
 from mosar.evaluation.retrieval import Questions, evaluate_retrieval
 from mosar.evaluation.store import EVALUATIONS, Evaluation, read_evaluation, write_evaluation
-from mosar.evaluation.subject import Subject
-from mosar.evaluation.text import EvaluationText
+from mosar.evaluation.validation_text import ValidationText
 from mosar.records import Cell, EvaluationRecord, RetrievalRecord
 from mosar.training.batches import task_fingerprint
 
@@ -47,36 +47,36 @@ def evaluate(
     its data, a ValueError what is wrong with the arguments.
     """
     run = Path(run)
-    subject = Subject.open(run, step)
-    sizes = parse_lengths(lengths, subject.train_length)
-    cell = subject.cell if cell is None else cell
-    chosen = check_routings(routings, subject.geometry, cell.variant)
-    inputs: dict[str, Any] = {"checkpoint": subject.checksum}
-    if subject.config.data.task == "text":
-        source = EvaluationText(subject, sizes, data=_path(data), tokens=tokens)
-        inputs |= {"data": subject.data_fingerprint, "block": source.block}
+    loaded = LoadedRun.open(run, step)
+    sizes = parse_lengths(lengths, loaded.train_length)
+    cell = loaded.cell if cell is None else cell
+    chosen = check_routings(routings, loaded.geometry, cell.variant)
+    inputs: dict[str, Any] = {"checkpoint": loaded.checksum}
+    if loaded.config.data.task == "text":
+        source = ValidationText(loaded, sizes, data=_path(data), tokens=tokens)
+        inputs |= {"data": loaded.data_fingerprint, "block": source.block}
         measure = evaluate_length
     else:
         if data is not None:
-            raise ValueError(f"{run} learnt the task {subject.config.data.task}, which has no data")
-        if task_fingerprint(subject.config) != subject.data_fingerprint:
+            raise ValueError(f"{run} learnt the task {loaded.config.data.task}, which has no data")
+        if task_fingerprint(loaded.config) != loaded.data_fingerprint:
             raise EvaluationError(
-                f"{run} learnt {subject.config.data.task} as another version of mosar makes it; "
+                f"{run} learnt {loaded.config.data.task} as another version of mosar makes it; "
                 "train it again"
             )
-        source = Questions(subject, sizes, tokens)
-        inputs |= {"data": subject.data_fingerprint}
+        source = Questions(loaded, sizes, tokens)
+        inputs |= {"data": loaded.data_fingerprint}
         measure = evaluate_retrieval
     _make_folder(run)
     records: list[Any] = []
     for length in sizes:
-        found = [] if force else _stored(subject, length, chosen, source, inputs)
+        found = [] if force else _stored(loaded, length, chosen, source, inputs)
         if not found:
-            label = f"{run.name}: step {subject.step}, length {length}, {', '.join(chosen)}"
+            label = f"{run.name}: step {loaded.step}, length {length}, {', '.join(chosen)}"
             passes = source.passes(length)
             with length_progress(label, passes, enabled=progress) as advance:
                 found = measure(
-                    subject,
+                    loaded,
                     source,  # pyright: ignore[reportArgumentType]
                     length,
                     chosen,
@@ -95,22 +95,20 @@ def _path(data: Path | str | None) -> Path | None:
 
 
 def _stored(
-    subject: Subject,
+    loaded: LoadedRun,
     length: int,
     routings: Sequence[str],
-    source: EvaluationText | Questions,
+    source: ValidationText | Questions,
     inputs: dict[str, Any],
 ) -> list[Evaluation]:
     """What is there of a length; all routings or none, their times being taken in turn."""
-    found = [
-        read_evaluation(subject.run, subject.step, length, routing, say) for routing in routings
-    ]
+    found = [read_evaluation(loaded.run, loaded.step, length, routing, say) for routing in routings]
     same = [record for record in found if record is not None and _same(record, source, inputs)]
     return same if len(same) == len(routings) else []
 
 
-def _same(record: Evaluation, source: EvaluationText | Questions, inputs: dict[str, Any]) -> bool:
-    if isinstance(source, EvaluationText):
+def _same(record: Evaluation, source: ValidationText | Questions, inputs: dict[str, Any]) -> bool:
+    if isinstance(source, ValidationText):
         as_many = isinstance(record, EvaluationRecord) and record.tokens == source.tokens
     else:
         asked = source.windows(record.length) * source.task.answers

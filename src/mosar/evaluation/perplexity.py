@@ -19,10 +19,10 @@ from torch import Tensor
 
 from mosar.evaluation.discarded_mass import MassTally, watching
 from mosar.evaluation.errors import EvaluationError
+from mosar.evaluation.loaded_run import LoadedRun
 from mosar.evaluation.losses import LossTally, token_losses
 from mosar.evaluation.routing import RoutingTally
-from mosar.evaluation.subject import Subject
-from mosar.evaluation.text import EvaluationText
+from mosar.evaluation.validation_text import ValidationText
 from mosar.geometries import LayerRouting, MoSAR, operator_routing
 from mosar.records import Cell, EvaluationRecord
 
@@ -57,8 +57,8 @@ class PairTally:
 
 @torch.no_grad()
 def evaluate_length(
-    subject: Subject,
-    text: EvaluationText,
+    loaded: LoadedRun,
+    text: ValidationText,
     length: int,
     routings: Sequence[str],
     *,
@@ -67,20 +67,20 @@ def evaluate_length(
     advance: Callable[[], None],
 ) -> list[EvaluationRecord]:
     """One record a routing; `advance` is called after each batch."""
-    tallies = {routing: _tally(subject, length) for routing in routings}
-    geometries = subject.decoder.geometries
-    weighs = subject.geometry.routed and set(HARD) & set(routings)
+    tallies = {routing: _tally(loaded, length) for routing in routings}
+    geometries = loaded.decoder.geometries
+    weighs = loaded.geometry.routed and set(HARD) & set(routings)
     masses = [MassTally() for _ in geometries] if weighs else []
     for number, (tokens, segments) in enumerate(text.batches(length)):
         if number == 0:
             for routing in routings:
                 # Not timed: first calls load kernels and take memory from the system.
-                _losses(subject, tokens, segments, routing)
+                _losses(loaded, tokens, segments, routing)
         first = number % len(routings)
         for routing in (*routings[first:], *routings[:first]):
             tally = tallies[routing]
             start = time.perf_counter()
-            losses_BT, routed = _losses(subject, tokens, segments, routing)
+            losses_BT, routed = _losses(loaded, tokens, segments, routing)
             tally.seconds += time.perf_counter() - start
             tally.loss.add(losses_BT)
             if tally.routing is not None:
@@ -95,11 +95,11 @@ def evaluate_length(
                 tally.pairs.add(layer, counted)
         if masses:
             with watching(cast(list[MoSAR], geometries), masses):
-                subject.decoder(tokens[:, :-1], segment_ids=segments, routing="top1")
+                loaded.decoder(tokens[:, :-1], segment_ids=segments, routing="top1")
         advance()
     return [
         _record(
-            subject,
+            loaded,
             routing,
             tallies[routing],
             cell=cell,
@@ -111,27 +111,25 @@ def evaluate_length(
     ]
 
 
-def _tally(subject: Subject, length: int) -> _Tally:
+def _tally(loaded: LoadedRun, length: int) -> _Tally:
     routing = None
-    if isinstance(subject.geometry, MoSAR):
-        routing = RoutingTally(subject.geometry.config, len(subject.decoder.layers), length)
-    return _Tally(LossTally(length, subject.train_length), routing, PairTally())
+    if isinstance(loaded.geometry, MoSAR):
+        routing = RoutingTally(loaded.geometry.config, len(loaded.decoder.layers), length)
+    return _Tally(LossTally(length, loaded.train_length), routing, PairTally())
 
 
 def _losses(
-    subject: Subject, tokens: Tensor, segments: Tensor | None, routing: str
+    loaded: LoadedRun, tokens: Tensor, segments: Tensor | None, routing: str
 ) -> tuple[Tensor, list[LayerRouting]]:
-    output = subject.decoder(
-        tokens[:, :-1], segment_ids=segments, routing=operator_routing(routing)
-    )
-    losses_BT = token_losses(subject.decoder, output.hidden, tokens[:, 1:])
+    output = loaded.decoder(tokens[:, :-1], segment_ids=segments, routing=operator_routing(routing))
+    losses_BT = token_losses(loaded.decoder, output.hidden, tokens[:, 1:])
     if losses_BT.device.type != "cpu":
         torch.accelerator.synchronize()
     return losses_BT, output.routings
 
 
 def _record(
-    subject: Subject,
+    loaded: LoadedRun,
     routing: str,
     tally: _Tally,
     *,
@@ -143,13 +141,13 @@ def _record(
     loss, routed = tally.loss, tally.routing
     if not math.isfinite(loss.mean):
         raise EvaluationError(
-            f"the loss of {subject.run} is {loss.mean} at length {length} with routing {routing}"
+            f"the loss of {loaded.run} is {loss.mean} at length {length} with routing {routing}"
         )
     layer_density = tally.pairs.layer_density
     return EvaluationRecord(
         cell=cell,
-        step=subject.step,
-        train_length=subject.train_length,
+        step=loaded.step,
+        train_length=loaded.train_length,
         length=length,
         routing=routing,
         windows=loss.windows,
@@ -165,7 +163,7 @@ def _record(
         discarded_mass=[mass.summary() for mass in masses],
         shares_soft={} if routed is None else routed.shares(top1=False),
         shares_top1={} if routed is None else routed.shares(top1=True),
-        regimes=[] if routed is None else list(subject.geometry.reaches()),
+        regimes=[] if routed is None else list(loaded.geometry.reaches()),
         example_labels={} if routed is None else routed.example_labels,
         inputs=inputs,
     )

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from mosar.data.tasks import TASKS, Task, TaskWindows, make_windows
-from mosar.evaluation.subject import Subject
-from mosar.evaluation.text import PASS_TOKENS, default_tokens
+from mosar.evaluation.loaded_run import LoadedRun
+from mosar.evaluation.validation_text import PASS_TOKENS, default_tokens
 from mosar.geometries import operator_routing
 from mosar.records import Cell, RetrievalRecord
 
@@ -41,10 +41,10 @@ def check_questions(
 class Questions:
     """The windows that one evaluation asks: as many tokens at every length."""
 
-    def __init__(self, subject: Subject, lengths: Sequence[int], tokens: int | None = None):
-        self.task: Task = TASKS[subject.config.data.task](subject.train_length)
-        self.tokens = default_tokens(subject.config) if tokens is None else tokens
-        check_questions(self.task, subject.train_length, lengths, self.tokens)
+    def __init__(self, loaded: LoadedRun, lengths: Sequence[int], tokens: int | None = None):
+        self.task: Task = TASKS[loaded.config.data.task](loaded.train_length)
+        self.tokens = default_tokens(loaded.config) if tokens is None else tokens
+        check_questions(self.task, loaded.train_length, lengths, self.tokens)
 
     def windows(self, length: int) -> int:
         return self.tokens // length
@@ -65,7 +65,7 @@ class Questions:
 
 @torch.no_grad()
 def evaluate_retrieval(
-    subject: Subject,
+    loaded: LoadedRun,
     questions: Questions,
     length: int,
     routings: Sequence[str],
@@ -79,10 +79,10 @@ def evaluate_retrieval(
     distances = []
     for windows in questions.batches(length):
         for routing in routings:
-            right[routing].append(answer(subject, windows, routing).flatten())
+            right[routing].append(answer(loaded, windows, routing).flatten())
         distances.append(windows.distances.flatten())
         advance()
-    reaches = subject.geometry.reaches()
+    reaches = loaded.geometry.reaches()
     bounds = distance_bounds(length, reaches.values())
     task = questions.task
     records = []
@@ -91,9 +91,9 @@ def evaluate_retrieval(
         records.append(
             RetrievalRecord(
                 cell=cell,
-                step=subject.step,
+                step=loaded.step,
                 task=task.name,
-                train_length=subject.train_length,
+                train_length=loaded.train_length,
                 length=length,
                 routing=routing,
                 answers=len(found),
@@ -107,13 +107,13 @@ def evaluate_retrieval(
     return records
 
 
-def answer(subject: Subject, windows: TaskWindows, routing: str) -> Tensor:
+def answer(loaded: LoadedRun, windows: TaskWindows, routing: str) -> Tensor:
     """Which answers are right, [B, A] bool."""
-    tokens = windows.tokens[:, :-1].to(subject.device)
-    hidden_BTC = subject.decoder(tokens, routing=operator_routing(routing)).hidden
+    tokens = windows.tokens[:, :-1].to(loaded.device)
+    hidden_BTC = loaded.decoder(tokens, routing=operator_routing(routing)).hidden
     rows = torch.arange(len(windows.tokens))[:, None, None]
     asked_BAKC = hidden_BTC[rows, windows.answers]
-    said_BAK = subject.decoder.logits(asked_BAKC).argmax(dim=-1).cpu()
+    said_BAK = loaded.decoder.logits(asked_BAKC).argmax(dim=-1).cpu()
     return (said_BAK == windows.tokens[rows, windows.answers + 1]).all(dim=-1)
 
 

@@ -24,9 +24,9 @@ from mosar.experiments.record import training_record
 from mosar.experiments.settings import ExperimentSettings
 from mosar.experiments.work import (
     count_cells,
+    duration_text,
     evaluation_work,
     guess_seconds,
-    spoken,
     training_work,
 )
 from mosar.files import parse_json, replace_synced
@@ -95,7 +95,9 @@ def _run(settings: ExperimentSettings, out: Path, progress: bool) -> ExperimentR
         display.say(f"{len(finished)} of {count_cells(len(cells))} finished already")
     if waiting:
         where = f" on {_named_data(settings.data)}" if settings.reads_text else ""
-        display.say(f"{count_cells(len(waiting))} to run{where}, {spoken(guess)} on this machine")
+        display.say(
+            f"{count_cells(len(waiting))} to run{where}, {duration_text(guess)} on this machine"
+        )
     display.skip(sum(work[cell.name] for cell in finished))
     failed: dict[str, str] = {}
     with display.running():

@@ -16,7 +16,7 @@ from mosar.data.tasks import TASKS
 from mosar.evaluation.choices import parse_lengths
 from mosar.evaluation.errors import EvaluationError
 from mosar.evaluation.retrieval import check_questions
-from mosar.evaluation.text import check_blocks, default_tokens
+from mosar.evaluation.validation_text import check_blocks, default_tokens
 from mosar.geometries import VARIANTS
 from mosar.records import Cell
 from mosar.training.batches import data_fingerprint

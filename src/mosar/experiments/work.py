@@ -106,7 +106,7 @@ def count_cells(number: int) -> str:
     return f"{number} cell{'' if number == 1 else 's'}"
 
 
-def spoken(seconds: float) -> str:
+def duration_text(seconds: float) -> str:
     """ "about 12 minutes", for people."""
     for unit, size in (("day", 86400), ("hour", 3600), ("minute", 60)):
         number = seconds / size

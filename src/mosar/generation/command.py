@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TextIO
 
 from mosar.generation.source import MeasuredReader, Source, open_source
-from mosar.generation.text import stream_text
+from mosar.generation.streaming import stream_text
 from mosar.model.generation import Sampling, write_tokens
 
 

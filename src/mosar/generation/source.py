@@ -14,7 +14,7 @@ from mosar.data.manifest import TOKENIZER
 from mosar.data.tokenizer import read_tokenizer
 from mosar.evaluation.choices import check_routings
 from mosar.evaluation.errors import EvaluationError
-from mosar.evaluation.subject import Subject
+from mosar.evaluation.loaded_run import LoadedRun
 from mosar.files import parse_json
 from mosar.geometries import Geometry, operator_routing
 from mosar.model.decoder import Decoder
@@ -108,19 +108,19 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 def _open_run(folder: Path, routing: str | None, step: int | None, data: Path | None) -> Source:
     try:
-        subject = Subject.open(folder, step)
+        loaded = LoadedRun.open(folder, step)
     except EvaluationError as error:
         raise GenerationError(str(error)) from None
-    config = subject.config
+    config = loaded.config
     if config.data.task != "text":
         raise GenerationError(
             f"{folder} learnt the task {config.data.task}, not text; mosar evaluate asks it"
         )
     try:
-        _, tokenizer = subject.open_tokenizer(data)
+        _, tokenizer = loaded.open_tokenizer(data)
     except EvaluationError as error:
         raise GenerationError(str(error)) from None
-    return _source(subject.decoder, tokenizer, routing, subject.cell.variant)
+    return _source(loaded.decoder, tokenizer, routing, loaded.cell.variant)
 
 
 def _open_exported(folder: Path, routing: str | None) -> Source:

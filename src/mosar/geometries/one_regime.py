@@ -14,7 +14,7 @@ from mosar.core.routers import forced_routing
 from mosar.geometries.config import AttentionConfig
 from mosar.geometries.geometry import Attended, HeadShape, wide_dtype
 from mosar.geometries.rope import Rope
-from mosar.kernels.tables import has_table, kept_table
+from mosar.kernels.tables import cached_table, has_table
 
 
 class OneRegime(Rope):
@@ -88,7 +88,7 @@ class RopeMask(OneRegime):
         return distance_attention(q, k, v, window=self.reach, **options), None
 
 
-@kept_table
+@cached_table
 def _log_gate(config: MoSARConfig, regime: int) -> Tensor:
     """log g_mm(d) by distance, [1, length] float64; constant past its end."""
     distances = torch.arange(gate_extent(config))

@@ -21,7 +21,7 @@ from mosar.core.regimes import pair_geometry
 from mosar.kernels.autograd import GEOMETRY, NONE, TABLE, WORTH, register_attention
 from mosar.kernels.build import NativeBuildError, load_library
 from mosar.kernels.plan import Plan, PlanInput, dense_plan_input, sparse_plan_input
-from mosar.kernels.tables import gate_table, has_table, kept_table, routing_with_sinks
+from mosar.kernels.tables import cached_table, gate_table, has_table, routing_with_sinks
 
 # As in csrc/attention.h: entries before and after each table row, so that vector loads stay inside.
 _TABLE_PAD = 32
@@ -249,12 +249,12 @@ def _attend(
     return out.to(q.dtype), lse
 
 
-@kept_table
+@cached_table
 def _identity(num_regimes: int) -> Tensor:
     return torch.eye(num_regimes)
 
 
-@kept_table
+@cached_table
 def _geometry(config: MoSARConfig) -> Tensor:
     """(plateau, 1 / transition) per (label, class), [R, C, 2] float64.
 
@@ -272,13 +272,13 @@ def _geometry(config: MoSARConfig) -> Tensor:
     return table.contiguous()
 
 
-@kept_table
+@cached_table
 def _gates(config: MoSARConfig) -> Tensor:
     """Gates by distance per (regime, column), padded, [R * C, length]; constant past its end."""
     return _padded(gate_table(config).flatten(0, 1))
 
 
-@kept_table
+@cached_table
 def _hard_gates(config: MoSARConfig) -> Tensor:
     """The gates with 0 beyond the reach: worth 0 means that the pair does not exist."""
     gates = _gates(config)
@@ -286,7 +286,7 @@ def _hard_gates(config: MoSARConfig) -> Tensor:
     return gates.masked_fill(distances > class_reach(config).reshape(-1, 1), 0.0)
 
 
-@kept_table
+@cached_table
 def _log_gates(config: MoSARConfig) -> Tensor:
     """log2 of the gates per (label, class), for exponents other than 2."""
     return _gates(config).double().log2().float()

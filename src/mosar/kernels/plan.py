@@ -24,7 +24,7 @@ from torch import Tensor
 from mosar.core.config import MoSARConfig
 from mosar.core.hard_domain import class_reach, key_classes
 from mosar.core.layout import Layout, can_check_values
-from mosar.kernels.tables import kept_table, on_device
+from mosar.kernels.tables import cached_table, on_device
 
 _FAR = torch.iinfo(torch.int32).max
 
@@ -149,7 +149,7 @@ def dense_plan_input(layout: Layout) -> PlanInput:
     return _plan_input(labels_q, classes_k, None, layout, 1)
 
 
-@kept_table
+@cached_table
 def whole_reach(
     config: MoSARConfig | None, window: int | None, device: torch.device | None = None
 ) -> Tensor:

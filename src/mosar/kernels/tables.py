@@ -22,7 +22,7 @@ from mosar.core.regimes import gate_extent, pair_gates, pair_geometry
 P = ParamSpec("P")
 
 
-def kept_table(make: Callable[P, Tensor]) -> Callable[P, Tensor]:
+def cached_table(make: Callable[P, Tensor]) -> Callable[P, Tensor]:
     """Keeps what `make` returns, one per arguments; torch.compile makes it anew in its graph.
 
     (As constants of a graph two tables of one function collide, e.g. of layers whose windows
@@ -70,7 +70,7 @@ def has_table(config: MoSARConfig) -> bool:
     return gate_extent(config) <= _LONGEST_TABLE
 
 
-@kept_table
+@cached_table
 def gate_table(
     config: MoSARConfig, dtype: torch.dtype = torch.float32, device: torch.device | None = None
 ) -> Tensor:

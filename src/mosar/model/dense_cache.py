@@ -84,7 +84,7 @@ class DenseKeys:
             axis, stored = _AXES[name], self._storage.get(name)
             if stored is None or stored.shape[axis] < self.length + added:
                 shape = list(tensor.shape)
-                shape[axis] = with_spare(self.length + added)
+                shape[axis] = size_with_reserve(self.length + added)
                 grown = (tensor if stored is None else stored).new_empty(shape)
                 if stored is not None:
                     grown.narrow(axis, 0, self.length).copy_(self[name])
@@ -191,6 +191,6 @@ class DenseCache(LayerCaches[DenseLayerCache]):
 enter_graphs(DenseCache)
 
 
-def with_spare(length: int) -> int:
+def size_with_reserve(length: int) -> int:
     """Room for so many tokens and an eighth more."""
     return length + max(64, length // 8)

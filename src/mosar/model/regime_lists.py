@@ -273,7 +273,7 @@ class RegimeLists:
         missing = pages - int(self.free[0])
         if missing > 0:
             total = self.k_pool.shape[0]
-            self._resize(with_spare(total + missing), torch.arange(total))
+            self._resize(size_with_reserve(total + missing), torch.arange(total))
         if width > self.table.shape[1] - 2:
             width = max(width, (self.table.shape[1] - 2) * 3 // 2)
             grown = self.table.new_zeros(len(self.table), 2 + width)
@@ -288,12 +288,12 @@ class RegimeLists:
     def shrink(self) -> None:
         """Returns memory where far more pages are free than growing would have left."""
         total, used = self.k_pool.shape[0], self.k_pool.shape[0] - int(self.free[0])
-        if total <= with_spare(used) + used // 8:
+        if total <= size_with_reserve(used) + used // 8:
             return
         in_use = torch.arange(self.table.shape[1] - 2) < _pages(self.table[:, 1:2])
         pages = self.table[:, 2:][in_use].long()
         self.table[:, 2:][in_use] = torch.arange(used, dtype=torch.int32)
-        self._resize(with_spare(used), pages)
+        self._resize(size_with_reserve(used), pages)
 
     def _resize(self, total: int, pages: Tensor) -> None:
         """A pool of `total` pages that starts with these ones; what was free stays free."""
@@ -332,7 +332,7 @@ class RegimeLists:
         self.free[0] = height + len(pages)
 
 
-def with_spare(pages: int) -> int:
+def size_with_reserve(pages: int) -> int:
     """The size of a pool that needs so many pages: an eighth more, so that growing stays rare."""
     return pages + max(4, pages // 8)
 

@@ -32,7 +32,7 @@ def choose_config(
             f"there is no run in {out} to go on with; a new one is started with --variant, "
             f"--preset or --data: mosar train --variant {VARIANT} --preset {PRESET} --out {out}"
         )
-        error.is_told_elsewhere = launched()[0] > 0
+        error.reported_by_peer = launched()[0] > 0
         raise error
     folder = Path(DataConfig().folder if data is None else data).absolute()
     return resolve_config(

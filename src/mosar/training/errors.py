@@ -8,7 +8,7 @@ import signal
 class TrainingError(RuntimeError):
     """A run cannot start or go on."""
 
-    is_told_elsewhere = False
+    reported_by_peer = False
     """Whether another process of the same job says it."""
 
 

@@ -58,7 +58,7 @@ class Learner:
         }
         optimizer, objective = build_optimizer(names, config), Objective(config)
         team.adapt_optimizer(optimizer)
-        terms = team.passer(objective, decoder)
+        terms = team.forward_fn(objective, decoder)
         return cls(config, decoder, optimizer, objective, batches, names, team, terms)
 
 
@@ -198,5 +198,5 @@ def _clip_gradients(learner: Learner, step: int) -> float:
 def _spoilt(learner: Learner, message: str) -> NonFiniteError:
     error = NonFiniteError(message)
     # All processes of a team find the same figure, and one says so.
-    error.is_told_elsewhere = not learner.team.is_first
+    error.reported_by_peer = not learner.team.is_first
     return error

@@ -88,7 +88,7 @@ def train(
     """
     out = Path(out)
     team = open_team(config)
-    with _endings(out), team.running(out):
+    with _naming_checkpoint(out), team.running(out):
         with team.together():
             _check_memory(config, team)
             check_precision(config.train)
@@ -339,7 +339,7 @@ def _interrupted(
         go_on = "the same job goes on"
     message = f"stopped, {kept} of {total}; {go_on}"
     error = TrainingInterrupted(message, stop.signal_number)
-    error.is_told_elsewhere = not learner.team.is_first
+    error.reported_by_peer = not learner.team.is_first
     return error
 
 
@@ -373,7 +373,7 @@ def _check_space(learner: Learner, out: Path) -> None:
 
 
 @contextmanager
-def _endings(out: Path) -> Iterator[None]:
+def _naming_checkpoint(out: Path) -> Iterator[None]:
     """Says with what stopped the run what is left of it."""
     try:
         yield
@@ -404,7 +404,7 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 def _like(error: TrainingError, message: str) -> TrainingError:
     said = type(error)(message)
-    said.is_told_elsewhere = error.is_told_elsewhere
+    said.reported_by_peer = error.reported_by_peer
     return said
 
 

@@ -66,7 +66,7 @@ class Team:
     def adapt_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Changes what an optimizer of this team's parameters needs changed."""
 
-    def passer(self, objective: Objective, decoder: Decoder) -> Callable[..., Terms]:
+    def forward_fn(self, objective: Objective, decoder: Decoder) -> Callable[..., Terms]:
         """What a pass calls: tokens, what comes with them, and `step=`."""
         return partial(objective, decoder)
 
@@ -164,7 +164,7 @@ def open_team(config: RunConfig) -> Team:
     try:
         mesh = check_mesh(config, processes)
     except TrainingError as error:
-        error.is_told_elsewhere = rank > 0
+        error.reported_by_peer = rank > 0
         raise
     if processes == 1:
         return Team()

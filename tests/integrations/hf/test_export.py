@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from mosar.cli import app
 from mosar.data.tokenizer import load_tokenizer
-from mosar.evaluation.subject import Subject
+from mosar.evaluation.loaded_run import LoadedRun
 from mosar.files import sealed
 from mosar.geometries import VARIANTS
 from mosar.integrations.hf import MosarForCausalLM
@@ -36,12 +36,12 @@ from .runs import STEP, parameters_of, small_model
 TOKENS = torch.arange(60)[None] % 57
 
 
-def evaluation(subject, routing, loss):
+def evaluation(loaded, routing, loss):
     """A record as `mosar evaluate` writes it."""
     empty = {name: [] for name in ("buckets", "layer_density", "discarded_mass", "regimes")}
     return EvaluationRecord(
-        cell=subject.cell,
-        step=subject.step,
+        cell=loaded.cell,
+        step=loaded.step,
         train_length=32,
         length=64,
         routing=routing,
@@ -56,7 +56,7 @@ def evaluation(subject, routing, loss):
         shares_soft={},
         shares_top1={},
         example_labels={},
-        inputs={"checkpoint": subject.checksum},
+        inputs={"checkpoint": loaded.checksum},
         **empty,
     )
 
@@ -66,15 +66,15 @@ def test_there_and_back(variant, run, dataset, tmp_path):
     source = run(variant)
     folder = export_run(source, tmp_path / "exported")
     model = AutoModelForCausalLM.from_pretrained(folder)
-    subject = Subject.open(source)
+    loaded = LoadedRun.open(source)
     with torch.no_grad():
         theirs = model(TOKENS, use_cache=False).logits
-        ours = subject.decoder.logits(subject.decoder(TOKENS).hidden)
+        ours = loaded.decoder.logits(loaded.decoder(TOKENS).hidden)
     assert torch.equal(theirs, ours)
     again = import_model(folder, tmp_path / "again", data=dataset)
     assert parameters_of(again) == parameters_of(source)
     assert read_config(again) == read_config(source)
-    assert Subject.open(again).checksum == subject.checksum
+    assert LoadedRun.open(again).checksum == loaded.checksum
     assert read_metrics(again) == read_metrics(source)
 
 
@@ -84,7 +84,7 @@ def test_narrow_export(run, tmp_path):
         export_run(source, tmp_path / "out", dtype="bfloat16", routing="sparse")
     )
     assert model.routing == "sparse"
-    whole = Subject.open(source).decoder
+    whole = LoadedRun.open(source).decoder
     for name, parameter in model.decoder.named_parameters():
         kept = whole.get_parameter(name)
         if "_router." in name:
@@ -111,12 +111,12 @@ def test_the_tokenizer_comes_with_it(kind, request, run, tmp_path):
 
 def test_the_card_tells_what_was_measured(run, dataset, tmp_path):
     source = run("mosar")
-    subject = Subject.open(source)
+    loaded = LoadedRun.open(source)
     (source / "evaluations").mkdir()
     for index, (routing, loss) in enumerate((("soft", 2.0), ("sparse", 2.1))):
         path = source / "evaluations" / f"{index}.json"
-        path.write_text(json.dumps(evaluation(subject, routing, loss).to_dict()) + "\n")
-    stranger = evaluation(subject, "top1", 9.0)
+        path.write_text(json.dumps(evaluation(loaded, routing, loss).to_dict()) + "\n")
+    stranger = evaluation(loaded, "top1", 9.0)
     stranger.inputs["checkpoint"] = "another"
     (source / "evaluations" / "9.json").write_text(json.dumps(stranger.to_dict()) + "\n")
     (source / "evaluations" / "damaged.json").write_text("{")
@@ -165,8 +165,8 @@ def test_a_model_of_no_run_becomes_one(dataset, tmp_path):
     with pytest.raises(ModelFolderError, match="was not exported from a run: say with --data"):
         import_model(tmp_path / "model", tmp_path / "run")
     made = import_model(tmp_path / "model", tmp_path / "run", data=dataset)
-    subject = Subject.open(made)
-    assert subject.step == 0 and subject.config.variant == "mosar"
+    loaded = LoadedRun.open(made)
+    assert loaded.step == 0 and loaded.config.variant == "mosar"
 
 
 def test_a_model_of_no_run_is_trained_on_and_not_anew(run, dataset, tmp_path):
@@ -184,7 +184,7 @@ def test_a_model_of_no_run_is_trained_on_and_not_anew(run, dataset, tmp_path):
     del values["checksum"]
     state.write_text(json.dumps(sealed(values)))
     assert train(config, made, progress=False).step == 1
-    trained, started = Subject.open(made).decoder, model.decoder
+    trained, started = LoadedRun.open(made).decoder, model.decoder
     for name, parameter in started.named_parameters():
         assert torch.equal(trained.get_parameter(name), parameter), name
 

@@ -15,8 +15,8 @@ from mosar.integrations.retrofit.base_model import BaseIdentity
 from mosar.integrations.retrofit.config import RetrofitSettings
 from mosar.integrations.retrofit.learner import LayerLearner
 from mosar.integrations.retrofit.objective import head_attention
-from mosar.integrations.retrofit.text import Windows
 from mosar.integrations.retrofit.train import read_settings, train_retrofit
+from mosar.integrations.retrofit.windows import Windows
 from mosar.training.errors import TrainingInterrupted
 from mosar.training.run_folder import read_metrics
 

@@ -9,71 +9,71 @@ from collections.abc import Iterable, Sequence
 
 from mosar.attention import ROUTINGS
 from mosar.data.manifest import Manifest
+from mosar.evaluation.loaded_run import LoadedRun
 from mosar.evaluation.store import EVALUATIONS
-from mosar.evaluation.subject import Subject
 from mosar.geometries import NATIVE
 from mosar.records import EvaluationRecord, RetrievalRecord, read_records
 from mosar.training.run_folder import METRICS, read_metrics
 from mosar.version import __version__
 
 
-def model_card(subject: Subject, manifest: Manifest | None, *, dtype: str, routing: str) -> str:
+def model_card(loaded: LoadedRun, manifest: Manifest | None, *, dtype: str, routing: str) -> str:
     """The card as Markdown with the head that the Hugging Face Hub reads."""
-    variant = subject.cell.variant
+    variant = loaded.cell.variant
     sections = [
-        _head(subject),
-        f"# {variant}: a {_parameters(subject)} language model with {_geometry(subject)}",
-        _introduction(subject, dtype, routing),
-        "## Use\n\n" + _use(subject, manifest),
-        "## Training\n\n" + _training(subject, manifest),
-        "## Results\n\n" + _results(subject),
+        _head(loaded),
+        f"# {variant}: a {_parameters(loaded)} language model with {_geometry(loaded)}",
+        _introduction(loaded, dtype, routing),
+        "## Use\n\n" + _use(loaded, manifest),
+        "## Training\n\n" + _training(loaded, manifest),
+        "## Results\n\n" + _results(loaded),
     ]
     return "\n\n".join(sections) + "\n"
 
 
-def _head(subject: Subject) -> str:
+def _head(loaded: LoadedRun) -> str:
     tags = [
         "mosar",
-        subject.cell.variant,
-        *(["sparse-attention"] if subject.geometry.routed else []),
+        loaded.cell.variant,
+        *(["sparse-attention"] if loaded.geometry.routed else []),
     ]
     lines = ["library_name: transformers", "pipeline_tag: text-generation", "tags:"]
     return "\n".join(["---", *lines, *(f"- {tag}" for tag in dict.fromkeys(tags)), "---"])
 
 
-def _introduction(subject: Subject, dtype: str, routing: str) -> str:
-    model = subject.config.model
+def _introduction(loaded: LoadedRun, dtype: str, routing: str) -> str:
+    model = loaded.config.model
     text = (
         f"A Gemma 2-style decoder of {model.num_layers} layers, hidden size {model.hidden_size}, "
         f"{model.num_heads} query heads on {model.num_kv_heads} key/value heads of "
         f"{model.head_dim}, vocabulary {model.vocab_size:,}, trained at length "
         f"{model.max_length:,}. Parameters are in {dtype}"
     )
-    if not subject.geometry.routed:
+    if not loaded.geometry.routed:
         return text + "."
     text += "" if dtype == "float32" else ", routers in float32"
-    regimes = ", ".join(f"{name} {reach:g}" for name, reach in subject.geometry.reaches().items())
+    regimes = ", ".join(f"{name} {reach:g}" for name, reach in loaded.geometry.reaches().items())
     return (
         f"{text}. Routers give each token a reach ({regimes} tokens); the "
         f"model starts with `{routing}` routing, `model.set_routing` changes it."
     )
 
 
-def _geometry(subject: Subject) -> str:
-    return "learned attention geometry" if subject.geometry.routed else "fixed attention geometry"
+def _geometry(loaded: LoadedRun) -> str:
+    return "learned attention geometry" if loaded.geometry.routed else "fixed attention geometry"
 
 
-def _parameters(subject: Subject) -> str:
-    count = sum(parameter.numel() for parameter in subject.decoder.parameters())
+def _parameters(loaded: LoadedRun) -> str:
+    count = sum(parameter.numel() for parameter in loaded.decoder.parameters())
     for size, unit in ((1e9, "billion"), (1e6, "million"), (1e3, "thousand")):
         if count >= size:
             return f"{count / size:.1f} {unit} parameter"
     return f"{count} parameter"
 
 
-def _use(subject: Subject, manifest: Manifest | None) -> str:
+def _use(loaded: LoadedRun, manifest: Manifest | None) -> str:
     sparse = (
-        'model.set_routing("sparse")  # soft, top1 or sparse\n' if subject.geometry.routed else ""
+        'model.set_routing("sparse")  # soft, top1 or sparse\n' if loaded.geometry.routed else ""
     )
     if manifest is None:
         body = f'model = AutoModelForCausalLM.from_pretrained("FOLDER")\n{sparse}'
@@ -93,17 +93,17 @@ def _use(subject: Subject, manifest: Manifest | None) -> str:
     )
 
 
-def _training(subject: Subject, manifest: Manifest | None) -> str:
-    config = subject.config
+def _training(loaded: LoadedRun, manifest: Manifest | None) -> str:
+    config = loaded.config
     rows = {
-        "variant": subject.cell.variant,
+        "variant": loaded.cell.variant,
         "preset": config.preset or "none",
-        "step": f"{subject.step:,} of {config.train.steps:,}",
-        "tokens seen": f"{subject.step * config.tokens_per_step:,}",
+        "step": f"{loaded.step:,} of {config.train.steps:,}",
+        "tokens seen": f"{loaded.step * config.tokens_per_step:,}",
         "seed": str(config.train.seed),
         "precision": config.train.precision,
         "learning rate": f"{config.train.learning_rate:g} → {config.train.min_learning_rate:g}",
-        "checkpoint (sha256)": f"`{subject.checksum[:16]}…`",
+        "checkpoint (sha256)": f"`{loaded.checksum[:16]}…`",
     }
     if config.attention.cost_weight:
         rows["routing cost"] = f"λ = {config.attention.cost_weight:g}"
@@ -123,16 +123,16 @@ def _source(source: str) -> str:
     return source if source.startswith("hf:") else source.rstrip("/").rpartition("/")[2]
 
 
-def _results(subject: Subject) -> str:
+def _results(loaded: LoadedRun) -> str:
     parts = []
-    valid = _validation(subject)
+    valid = _validation(loaded)
     if valid is not None:
         loss, step = valid
         parts.append(
             f"Validation loss at the training length after step {step:,}: {loss:.4f} "
             f"(perplexity {math.exp(min(loss, 700)):.2f})."
         )
-    records = _records(subject)
+    records = _records(loaded)
     texts = [record for record in records if isinstance(record, EvaluationRecord)]
     tasks = [record for record in records if isinstance(record, RetrievalRecord)]
     if texts:
@@ -182,18 +182,18 @@ def _task_table(records: Sequence[RetrievalRecord]) -> str:
     return _table(head, rows)
 
 
-def _validation(subject: Subject) -> tuple[float, int] | None:
+def _validation(loaded: LoadedRun) -> tuple[float, int] | None:
     """The last validation loss up to the checkpoint, and its step."""
-    if not (subject.run / METRICS).exists():
+    if not (loaded.run / METRICS).exists():
         return None
-    lines = [line for line in read_metrics(subject.run, "valid") if line["step"] <= subject.step]
+    lines = [line for line in read_metrics(loaded.run, "valid") if line["step"] <= loaded.step]
     return (lines[-1]["lm_loss"], lines[-1]["step"]) if lines else None
 
 
-def _records(subject: Subject) -> list[EvaluationRecord | RetrievalRecord]:
+def _records(loaded: LoadedRun) -> list[EvaluationRecord | RetrievalRecord]:
     """The evaluations of these very parameters, by length; unreadable ones are left out."""
     found = []
-    for path in sorted((subject.run / EVALUATIONS).glob("*.json")):
+    for path in sorted((loaded.run / EVALUATIONS).glob("*.json")):
         try:
             found += read_records(path)
         except (OSError, ValueError):
@@ -202,7 +202,7 @@ def _records(subject: Subject) -> list[EvaluationRecord | RetrievalRecord]:
         record
         for record in found
         if isinstance(record, EvaluationRecord | RetrievalRecord)
-        and record.inputs.get("checkpoint") == subject.checksum
+        and record.inputs.get("checkpoint") == loaded.checksum
     ]
     order = (NATIVE, *ROUTINGS)
     return sorted(ours, key=lambda record: (record.length, order.index(record.routing)))

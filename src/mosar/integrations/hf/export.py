@@ -19,7 +19,7 @@ from transformers import GenerationConfig
 from mosar.data.manifest import Manifest
 from mosar.data.tokenizer import Tokenizer
 from mosar.evaluation.errors import EvaluationError
-from mosar.evaluation.subject import Subject
+from mosar.evaluation.loaded_run import LoadedRun
 from mosar.files import write_synced
 from mosar.integrations.hf.card import model_card
 from mosar.integrations.hf.errors import ModelFolderError
@@ -61,16 +61,16 @@ def export_run(
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     run, out = Path(run), Path(out)
     try:
-        subject = Subject.open(run, step)
-        manifest, tokenizer = _open_data(subject, data)
-        origin = provenance(subject)
+        loaded = LoadedRun.open(run, step)
+        manifest, tokenizer = _open_data(loaded, data)
+        origin = provenance(loaded)
     except (EvaluationError, TrainingError) as error:
         raise ModelFolderError(str(error)) from None
     end = {}
     if tokenizer is not None:
         end = dict.fromkeys(("eos_token_id", "pad_token_id"), tokenizer.end_of_text)
     model = MosarForCausalLM.from_decoder(
-        subject.decoder.cpu(),
+        loaded.decoder.cpu(),
         routing=routing,
         provenance=origin,
         **end,
@@ -80,9 +80,9 @@ def export_run(
     with new_folder(out, replace=force) as staging, quiet():
         model.save_pretrained(staging)
         if tokenizer is not None:
-            fast = fast_tokenizer(tokenizer, subject.train_length)
+            fast = fast_tokenizer(tokenizer, loaded.train_length)
             fast.save_pretrained(staging)
-        card = model_card(subject, manifest, dtype=dtype, routing=routing)
+        card = model_card(loaded, manifest, dtype=dtype, routing=routing)
         write_synced(staging / CARD, card.encode())
         # transformers keeps weights to their owner; a model is made to be shared.
         (staging / WEIGHTS).chmod((staging / CONFIG).stat().st_mode)
@@ -92,14 +92,14 @@ def export_run(
     return out
 
 
-def provenance(subject: Subject) -> dict[str, Any]:
+def provenance(loaded: LoadedRun) -> dict[str, Any]:
     """What `import_model` needs to make a run folder again; no path of this machine."""
     return {
-        "run": _portable(subject.config),
-        "step": subject.step,
-        "checkpoint": subject.checksum,
-        "data_fingerprint": subject.data_fingerprint,
-        "metrics": _last_metrics(subject),
+        "run": _portable(loaded.config),
+        "step": loaded.step,
+        "checkpoint": loaded.checksum,
+        "data_fingerprint": loaded.data_fingerprint,
+        "metrics": _last_metrics(loaded),
     }
 
 
@@ -109,21 +109,19 @@ def _portable(config: RunConfig) -> dict[str, Any]:
     return values
 
 
-def _last_metrics(subject: Subject) -> list[dict[str, Any]]:
+def _last_metrics(loaded: LoadedRun) -> list[dict[str, Any]]:
     """The last line of each split up to the step."""
-    if not (subject.run / METRICS).exists():
+    if not (loaded.run / METRICS).exists():
         return []
-    last = {
-        line["split"]: line for line in read_metrics(subject.run) if line["step"] <= subject.step
-    }
+    last = {line["split"]: line for line in read_metrics(loaded.run) if line["step"] <= loaded.step}
     return list(last.values())
 
 
-def _open_data(subject: Subject, data: Path | None) -> tuple[Manifest | None, Tokenizer | None]:
+def _open_data(loaded: LoadedRun, data: Path | None) -> tuple[Manifest | None, Tokenizer | None]:
     """The dataset that the run was trained on and its tokenizer; neither where it learnt a task."""
-    if subject.config.data.task != "text":
+    if loaded.config.data.task != "text":
         return None, None
-    return subject.open_tokenizer(data)
+    return loaded.open_tokenizer(data)
 
 
 def _narrow(model: MosarForCausalLM, dtype: torch.dtype) -> None:

@@ -1,9 +1,9 @@
 """Sums over the ranks of a tensor-parallel group, with the gradients that belong to them.
 
-    sum_over_ranks   forward: y = Σ_r x_r        backward: dx_r = dy     (each rank adds its share)
-    sum_gradients    forward: y_r = x            backward: dx = Σ_r dy_r (each rank uses x its way)
-    spoken_once      forward: y = x if `speaks` else 0                   backward: dx = dy
-    heard_once       forward: y = x              backward: dx = dy if `speaks` else 0
+    sum_over_ranks          forward: y = Σ_r x_r      backward: dx_r = dy     (each adds its share)
+    sum_gradients           forward: y_r = x          backward: dx = Σ_r dy_r (each uses x its way)
+    from_one_rank           forward: y = x if `speaks` else 0                 backward: dx = dy
+    gradient_from_one_rank  forward: y = x            backward: dx = dy if `speaks` else 0
 
 Between the first two lies what all ranks compute alike. The last two are for a tensor of which
 several ranks hold a copy: one of them speaks for all, and each learns the whole of its weights.
@@ -30,11 +30,11 @@ def sum_gradients(tensors: Sequence[Tensor], group: Any) -> tuple[Tensor, ...]:
     return tuple(tensors) if _alone(group) else _SumGradients.apply(group, *tensors)  # pyright: ignore[reportReturnType]
 
 
-def spoken_once(x: Tensor, speaks: bool) -> Tensor:
+def from_one_rank(x: Tensor, speaks: bool) -> Tensor:
     return x if speaks else _Silent.apply(x)  # pyright: ignore[reportReturnType]
 
 
-def heard_once(x: Tensor, speaks: bool) -> Tensor:
+def gradient_from_one_rank(x: Tensor, speaks: bool) -> Tensor:
     return x if speaks else x.detach()
 
 

@@ -21,7 +21,11 @@ from torch import Tensor, nn
 from mosar.core.config import MoSARConfig
 from mosar.core.outputs import RouterOutput
 from mosar.core.routers import PostPositionRouter, router_decision
-from mosar.integrations.megatron.collectives import heard_once, spoken_once, sum_over_ranks
+from mosar.integrations.megatron.collectives import (
+    from_one_rank,
+    gradient_from_one_rank,
+    sum_over_ranks,
+)
 
 
 class ParallelRouter(nn.Module):
@@ -129,7 +133,7 @@ class ParallelRouter(nn.Module):
             )
         speaks = self.copy == 0
         dtype = self._dtype
-        x_TBHD = heard_once(x_TBHD, speaks).to(dtype)
+        x_TBHD = gradient_from_one_rank(x_TBHD, speaks).to(dtype)
         weight_HCD = self.weight1.to(dtype)
         sums: list[Tensor | None] = [None] * self.config.routing_groups
         for group in dict.fromkeys(self.groups_of_heads):
@@ -138,7 +142,7 @@ class ParallelRouter(nn.Module):
             sums[group] = torch.einsum("tbhd,hcd->btc", x_TBHD[:, :, own], weight_HCD[own])
         # Heads of other ranks add to the other groups.
         zero = x_TBHD.new_zeros(batch, length, self.config.router_hidden)
-        return spoken_once(torch.stack([zero if s is None else s for s in sums], 1), speaks)
+        return from_one_rank(torch.stack([zero if s is None else s for s in sums], 1), speaks)
 
     def finish(self, hidden_BGTC: Tensor) -> RouterOutput:
         """The routing that follows from the whole sum; [B, T, R], or [B, G, T, R] for G > 1."""

@@ -31,8 +31,8 @@ from mosar.integrations.retrofit.evaluate import (
     text_fingerprint,
 )
 from mosar.integrations.retrofit.speed import time_retrofit
-from mosar.integrations.retrofit.text import read_beginnings, read_windows
 from mosar.integrations.retrofit.train import train_retrofit
+from mosar.integrations.retrofit.windows import read_beginnings, read_windows
 from mosar.records import Record, RetrofitEvaluation, RetrofitSpeed, append_record, read_records
 
 EVALUATIONS, RECORDS = "evaluations", "retrofit.jsonl"

@@ -29,7 +29,7 @@ from mosar.integrations.retrofit.config import RetrofitSettings
 from mosar.integrations.retrofit.errors import RetrofitError
 from mosar.integrations.retrofit.layer import RoutedLayer
 from mosar.integrations.retrofit.learner import LayerInput, LayerLearner, LayerMeasure
-from mosar.integrations.retrofit.text import Windows
+from mosar.integrations.retrofit.windows import Windows
 from mosar.records import environment
 from mosar.training import checkpoints
 from mosar.training.checkpoints import DamagedCheckpoint

@@ -34,7 +34,7 @@ from mosar.kernels.plan import (
     sparse_plan_input,
     whole_reach,
 )
-from mosar.kernels.tables import gate_table, has_table, kept_table, on_device
+from mosar.kernels.tables import cached_table, gate_table, has_table, on_device
 from mosar.kernels.triton.launches import keep_whole, launching_on
 from mosar.kernels.triton.planning import (
     count_kernel,
@@ -107,7 +107,7 @@ def sparse_plan(
     return _device_plan(given, plateau)
 
 
-@kept_table
+@cached_table
 def _boundless_reach(
     config: MoSARConfig, window: int | None, device: torch.device | None = None
 ) -> Tensor:
@@ -324,7 +324,7 @@ def reader_runs(
     return runs
 
 
-@kept_table
+@cached_table
 def _plateaus(config: MoSARConfig, device: torch.device | None = None) -> Tensor:
     """The plateau of each (label, class) in whole distances, [R, C] int32; boundless: all."""
     plateau = pair_geometry(config, device).plateau.clamp_max(_FAR - 1)
@@ -333,7 +333,7 @@ def _plateaus(config: MoSARConfig, device: torch.device | None = None) -> Tensor
     return torch.where(_boundless(config, device), _FAR, plateau.floor()).int()
 
 
-@kept_table
+@cached_table
 def _falls(config: MoSARConfig, device: torch.device | None = None) -> Tensor:
     """What the plateau has beyond its whole distances, and 1 / transition, [R, C, 2].
 
@@ -353,17 +353,17 @@ def _boundless(config: MoSARConfig, device: torch.device | None) -> Tensor:
     return class_reach(config, device) == math.inf
 
 
-@kept_table
+@cached_table
 def _gates(config: MoSARConfig, device: torch.device | None = None) -> Tensor:
     return gate_table(config, device=device).flatten(0, 1)
 
 
-@kept_table
+@cached_table
 def _gates_level_until(config: MoSARConfig, device: torch.device | None = None) -> Tensor:
     return level_until(_gates(config, device=device))
 
 
-@kept_table
+@cached_table
 def _shortest_plateau(config: MoSARConfig, device: torch.device | None = None) -> Tensor:
     """Up to where every gate is 1, [1] int32."""
     return _plateaus(config, device=device).min()[None]

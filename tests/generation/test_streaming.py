@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mosar.data.tokenizer import ByteTokenizer, train_bpe
-from mosar.generation.text import stream_text
+from mosar.generation.streaming import stream_text
 
 BPE = train_bpe(["one two three, naïve ☕ " * 20], 280)
 TOKENIZERS = pytest.mark.parametrize("tokenizer", [ByteTokenizer(), BPE], ids=["byte", "bpe"])

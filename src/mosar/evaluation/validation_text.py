@@ -21,7 +21,7 @@ from mosar.data.config import DataConfig
 from mosar.data.manifest import MANIFEST
 from mosar.data.stream import TokenStream
 from mosar.evaluation.errors import EvaluationError
-from mosar.evaluation.subject import Subject
+from mosar.evaluation.loaded_run import LoadedRun
 from mosar.training.batches import data_fingerprint
 from mosar.training.config import RunConfig
 
@@ -54,21 +54,21 @@ def check_blocks(
     return block
 
 
-class EvaluationText:
+class ValidationText:
     """The blocks that one evaluation reads, at all of its lengths."""
 
     def __init__(
         self,
-        subject: Subject,
+        loaded: LoadedRun,
         lengths: Sequence[int],
         *,
         data: Path | None = None,
         tokens: int | None = None,
     ):
-        self.settings: DataConfig = subject.config.data
-        self.stream = _open_stream(subject, data)
-        self.device = subject.device
-        wanted = default_tokens(subject.config) if tokens is None else tokens
+        self.settings: DataConfig = loaded.config.data
+        self.stream = _open_stream(loaded, data)
+        self.device = loaded.device
+        wanted = default_tokens(loaded.config) if tokens is None else tokens
         self.block = check_blocks(self.stream, lengths, wanted)
         there = self.stream.num_windows(self.block)
         number = min(there, wanted // self.block)
@@ -94,18 +94,18 @@ class EvaluationText:
         return math.ceil(self.tokens // length / max(PASS_TOKENS // length, 1))
 
 
-def _open_stream(subject: Subject, data: Path | None) -> TokenStream:
+def _open_stream(loaded: LoadedRun, data: Path | None) -> TokenStream:
     """The validation split of the data that the run was trained on, wherever it lies now."""
-    folder = Path(subject.config.data.folder if data is None else data)
+    folder = Path(loaded.config.data.folder if data is None else data)
     if data is None and not (folder / MANIFEST).exists():
         raise EvaluationError(
-            f"the data of {subject.run} is not in {folder} any more; say where with --data"
+            f"the data of {loaded.run} is not in {folder} any more; say where with --data"
         )
     # Altered tokens would be evaluated in silence: checksums are compared up to a size.
     stream = TokenStream(folder, "valid", verify=None)
-    if data_fingerprint(stream.manifest) != subject.data_fingerprint:
+    if data_fingerprint(stream.manifest) != loaded.data_fingerprint:
         raise EvaluationError(
-            f"{folder} is not the data that {subject.run} was trained on: its contents differ; "
+            f"{folder} is not the data that {loaded.run} was trained on: its contents differ; "
             "give the folder it was trained on, or a copy, with --data"
         )
     return stream

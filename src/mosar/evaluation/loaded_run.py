@@ -34,7 +34,7 @@ from mosar.training.run_folder import (
 
 
 @dataclass(frozen=True)
-class Subject:
+class LoadedRun:
     """One checkpoint, ready to be asked."""
 
     run: Path
@@ -48,7 +48,7 @@ class Subject:
     """In float32, whatever the precision of the training."""
 
     @classmethod
-    def open(cls, run: Path, step: int | None = None) -> Subject:
+    def open(cls, run: Path, step: int | None = None) -> LoadedRun:
         """The checkpoint of `step`, by default the newest; an EvaluationError says what is wrong.
 
         The folder is only read: another process may be training into it.

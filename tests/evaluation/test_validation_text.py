@@ -8,9 +8,9 @@ import torch
 
 from mosar.data.errors import DataError
 from mosar.data.prepare import prepare
-from mosar.evaluation import text as text_module
+from mosar.evaluation import validation_text as text_module
 from mosar.evaluation.errors import EvaluationError
-from mosar.evaluation.text import EvaluationText
+from mosar.evaluation.validation_text import ValidationText
 
 
 def targets(text, length):
@@ -18,9 +18,9 @@ def targets(text, length):
 
 
 @pytest.mark.parametrize("lengths", [(64, 128, 256), (64,), (60, 90), (7, 50, 100)])
-def test_every_length_predicts_the_same_tokens(subject, lengths, monkeypatch):
+def test_every_length_predicts_the_same_tokens(loaded, lengths, monkeypatch):
     monkeypatch.setattr(text_module, "PASS_TOKENS", 150)
-    text = EvaluationText(subject(), lengths)
+    text = ValidationText(loaded(), lengths)
     assert text.block % max(lengths) == 0
     assert text.tokens == len(text.blocks) * text.block > 0
     expected = torch.cat([text.stream.windows([block], text.block)[0, 1:] for block in text.blocks])
@@ -32,67 +32,67 @@ def test_every_length_predicts_the_same_tokens(subject, lengths, monkeypatch):
         assert torch.equal(targets(text, length), expected)
 
 
-def test_the_amount_is_that_of_64_steps_or_all_there_is(subject):
+def test_the_amount_is_that_of_64_steps_or_all_there_is(loaded):
     # 64 steps see 64 x 8 x 64 tokens, the split has 3,049.
-    text = EvaluationText(subject(), (64, 256))
+    text = ValidationText(loaded(), (64, 256))
     assert text.tokens == (text.stream.num_tokens - 1) // 256 * 256
-    few = EvaluationText(subject(), (64, 256), tokens=1000)
+    few = ValidationText(loaded(), (64, 256), tokens=1000)
     assert few.tokens == 3 * 256
     there = few.stream.num_windows(256)
     assert few.blocks.tolist() == [0, there // 3, 2 * there // 3]
-    small = subject("mosar", "train.micro_batch=1", "train.accumulation=1", "model.max_length=32")
-    assert EvaluationText(small, (32,)).tokens == 64 * 32
+    small = loaded("mosar", "train.micro_batch=1", "train.accumulation=1", "model.max_length=32")
+    assert ValidationText(small, (32,)).tokens == 64 * 32
 
 
-def test_documents_follow_the_windows(subject):
-    isolated = subject("mosar", "data.isolate_documents=true")
-    text = EvaluationText(isolated, (64, 128))
+def test_documents_follow_the_windows(loaded):
+    isolated = loaded("mosar", "data.isolate_documents=true")
+    text = ValidationText(isolated, (64, 128))
     for tokens, segments in text.batches(64):
         assert segments.shape == (len(tokens), 64)
         ends = tokens[:, 1:-1] == text.stream.end_of_text
         assert torch.equal(segments[:, 1:] - segments[:, :-1], ends.long())
-    assert all(segments is None for _, segments in EvaluationText(subject(), (64,)).batches(64))
+    assert all(segments is None for _, segments in ValidationText(loaded(), (64,)).batches(64))
 
 
-def test_too_long_or_too_few(subject):
+def test_too_long_or_too_few(loaded):
     with pytest.raises(EvaluationError, match=r"3049 tokens, too few for a window of 4096 .*--len"):
-        EvaluationText(subject(), (64, 4096))
+        ValidationText(loaded(), (64, 4096))
     with pytest.raises(EvaluationError, match=r"a block of 6300, which windows of 63, 100 divide"):
-        EvaluationText(subject(), (63, 100))
+        ValidationText(loaded(), (63, 100))
     with pytest.raises(ValueError, match=r"^tokens must be at least 256, for a win.*; got 255"):
-        EvaluationText(subject(), (64, 256), tokens=255)
+        ValidationText(loaded(), (64, 256), tokens=255)
     with pytest.raises(
         ValueError, match=r"at least 180, for a block of 180, which windows of 60, "
     ):
-        EvaluationText(subject(), (60, 90), tokens=120)
+        ValidationText(loaded(), (60, 90), tokens=120)
 
 
-def test_moved_data(subject, dataset, tmp_path):
+def test_moved_data(loaded, dataset, tmp_path):
     copy = shutil.copytree(dataset, tmp_path / "elsewhere")
-    there, here = EvaluationText(subject(), (64,)), EvaluationText(subject(), (64,), data=copy)
+    there, here = ValidationText(loaded(), (64,)), ValidationText(loaded(), (64,), data=copy)
     assert here.stream.folder == copy
     assert torch.equal(targets(there, 64), targets(here, 64))
     with pytest.raises(DataError, match="there is no dataset"):
-        EvaluationText(subject(), (64,), data=tmp_path / "nowhere")
+        ValidationText(loaded(), (64,), data=tmp_path / "nowhere")
 
 
-def test_lost_data_asks_for_the_option(subject, tmp_path, monkeypatch):
-    lost = subject()
+def test_lost_data_asks_for_the_option(loaded, tmp_path, monkeypatch):
+    lost = loaded()
     object.__setattr__(lost.config.data, "folder", str(tmp_path / "lost"))
     with pytest.raises(EvaluationError, match=r"is not in .*lost any more; say where with --data"):
-        EvaluationText(lost, (64,))
+        ValidationText(lost, (64,))
 
 
-def test_other_and_damaged_data_is_refused(subject, dataset, tmp_path):
+def test_other_and_damaged_data_is_refused(loaded, dataset, tmp_path):
     (tmp_path / "a.txt").write_text("Another text. " * 400)
     (tmp_path / "b.txt").write_text("And one more. " * 400)
     other = tmp_path / "other"
     prepare([str(tmp_path / "a.txt")], other, valid=[str(tmp_path / "b.txt")])
     with pytest.raises(EvaluationError, match=r"other is not the data that .* --data"):
-        EvaluationText(subject(), (64,), data=other)
+        ValidationText(loaded(), (64,), data=other)
     damaged = shutil.copytree(dataset, tmp_path / "damaged")
     tokens = np.fromfile(damaged / "valid.bin", dtype="<u2")
     tokens[100] ^= 1
     tokens.tofile(damaged / "valid.bin")
     with pytest.raises(DataError, match=r"valid.bin was altered"):
-        EvaluationText(subject(), (64,), data=damaged)
+        ValidationText(loaded(), (64,), data=damaged)
