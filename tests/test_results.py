@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mosar.planning.parameters import parameter_parts, total
+from mosar.model.parameters import parameter_parts, total
 from mosar.report.comparison import Comparison
 from mosar.report.experiment import load_experiment
 from mosar.report.markup import latex_tables, markdown_tables
@@ -60,7 +60,7 @@ def test_the_page_says_what_routers_add(label, changes, records):
         config = resolve_config(
             variant=variant, preset=preset, data="nowhere", changes=changes, vocab_size=4096
         )
-        counts.append(total(parameter_parts(config)))
+        counts.append(total(parameter_parts(config.model, config.attention)))
         if records is not None:
             file = ROOT / "results/small/records" / records.format(variant)
             assert json.loads(file.read_text().splitlines()[0])["parameters"] == counts[-1]

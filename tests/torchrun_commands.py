@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from mosar.cli import app
 from mosar.training.command import PRESET, VARIANT
 from mosar.training.config import resolve_config
-from mosar.training.mesh import Mesh, check_mesh
+from mosar.training.distributed.mesh import Mesh, check_mesh
 
 
 def check_torchrun(arguments: list[str]) -> Mesh:

@@ -4,7 +4,7 @@ from itertools import accumulate
 
 from torch.profiler import profile
 
-from mosar.distributed.tensor import local
+from mosar.training.distributed.tensor import local
 from mosar.training.learner import Learner, update
 from mosar.training.stopping import StopRequest
 

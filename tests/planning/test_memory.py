@@ -5,14 +5,14 @@ import torch
 
 from mosar.kernels.native import native_obstacle
 from mosar.model.decoder import Decoder
+from mosar.model.parameters import parameter_parts, total
 from mosar.planning.density import DensityCurve, Point, outer
 from mosar.planning.memory import activation_bytes, cache_bytes, layer_bytes, loss_bytes
-from mosar.planning.parameters import parameter_parts, total
 from mosar.planning.plan import PEAK, make_plan
 from mosar.training.batches import open_batches
 from mosar.training.config import changed_config
+from mosar.training.distributed.mesh import Mesh
 from mosar.training.learner import Learner
-from mosar.training.mesh import Mesh
 from mosar.training.objective import Objective
 from planning.configs import small_config
 from planning.peak import peak_of_update
@@ -174,4 +174,4 @@ def test_a_pass_of_less_tokens_needs_less():
     section, name = "memory of a rank, training", "activations"
     full, less = (make_plan(c, context=64, gpus=1).value(section, name) for c in (config, changed))
     assert full == 4 * less
-    assert total(parameter_parts(config)) > 0
+    assert total(parameter_parts(config.model, config.attention)) > 0

@@ -4,12 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mosar.model.parameters import parameter_parts
 from mosar.planning.communication import data_bytes, shard_bytes, tensor_bytes
 from mosar.planning.errors import PlanError
 from mosar.planning.mesh import fitting_meshes
-from mosar.planning.parameters import parameter_parts, tensor_part
+from mosar.planning.parameters import tensor_part
 from mosar.planning.plan import PEAK, make_plan
-from mosar.training.mesh import Mesh
+from mosar.training.distributed.mesh import Mesh
 from planning.configs import small_config
 
 # 4 query heads, 2 key heads, feed-forward of 192.
@@ -96,7 +97,7 @@ def test_windows_are_divided_among_readers():
 
 def test_what_a_ring_sends():
     config = small_config("mosar", "smoke")
-    held = tensor_part(parameter_parts(config), config.model, Mesh())
+    held = tensor_part(parameter_parts(config.model, config.attention), config.model, Mesh())
     root = config.model.hidden_size * (config.model.vocab_size + 1)
     # Each rank sends its part of the gradient to the next, ranks - 1 times, twice over.
     assert data_bytes(config, Mesh(data=4), 5) == pytest.approx(2 * 3 * (4 * held / 4))

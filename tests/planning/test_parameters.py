@@ -6,6 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mosar.geometries import VARIANTS
 from mosar.model.decoder import Decoder
+from mosar.model.parameters import parameter_parts, total
 from mosar.planning.flops import (
     attention_flops,
     causal_pairs,
@@ -13,8 +14,8 @@ from mosar.planning.flops import (
     router_flops,
     training_flops,
 )
-from mosar.planning.parameters import parameter_parts, tensor_part, total
-from mosar.training.mesh import Mesh
+from mosar.planning.parameters import tensor_part
+from mosar.training.distributed.mesh import Mesh
 from mosar.training.presets import PRESETS
 from planning.configs import small_config
 
@@ -25,7 +26,7 @@ def test_count_is_the_models(variant, preset):
     config = small_config(variant, preset)
     with torch.device("meta"):
         decoder = Decoder(config.model, config.attention)
-    parts = parameter_parts(config)
+    parts = parameter_parts(config.model, config.attention)
     assert total(parts) == sum(p.numel() for p in decoder.parameters())
     in_layers = sum(p.numel() for p in decoder.layers.parameters())
     assert total(part for part in parts if part.place != "root") == in_layers
@@ -35,18 +36,18 @@ def test_count_is_the_models(variant, preset):
 def test_count_follows_the_routers_settings(change):
     config = small_config("mosar", "smoke", f"attention.{change}")
     decoder = Decoder(config.model, config.attention)
-    parts = parameter_parts(config)
+    parts = parameter_parts(config.model, config.attention)
     assert total(parts) == sum(p.numel() for p in decoder.parameters())
 
 
 def test_the_papers_model_without_routers():
     config = small_config("rope", "paper")
-    assert total(parameter_parts(config)) == 800_138_240
+    assert total(parameter_parts(config.model, config.attention)) == 800_138_240
 
 
 def test_ranks_hold_their_part():
     config = small_config()
-    model, parts = config.model, parameter_parts(config)
+    model, parts = config.model, parameter_parts(config.model, config.attention)
     whole = sum(part.count for part in parts if part.split == "whole")
     # Two key heads: four ranks hold both.
     keys = sum(part.count for part in parts if part.split == "keys")
@@ -108,6 +109,6 @@ def test_a_tensor_rank_computes_what_it_holds():
 
 def test_routing_groups_are_divided_whole():
     config = small_config("mosar", "smoke", "attention.routing_groups=2")
-    parts = parameter_parts(config)
+    parts = parameter_parts(config.model, config.attention)
     assert {part.split for part in parts if part.place == "geometry"} == {"heads", "keys"}
     assert router_flops(config, Mesh(tensor=2)) == router_flops(config) / 2

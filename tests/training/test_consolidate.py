@@ -3,8 +3,8 @@
 import pytest
 
 from mosar.training import checkpoints
-from mosar.training import consolidate as module
-from mosar.training.consolidate import consolidate
+from mosar.training.distributed import consolidate as module
+from mosar.training.distributed.consolidate import consolidate
 from mosar.training.loop import train
 from mosar.training.run_folder import CHECKPOINTS, METRICS, read_metrics
 

@@ -12,7 +12,7 @@ import pytest
 
 from mosar.files import sealed
 from mosar.training import checkpoints, loop
-from mosar.training.consolidate import consolidate
+from mosar.training.distributed.consolidate import consolidate
 from mosar.training.errors import TrainingError, TrainingInterrupted
 from mosar.training.loop import train
 from mosar.training.run_folder import MetricsFile, read_metrics

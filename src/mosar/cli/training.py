@@ -94,7 +94,7 @@ def consolidate(
     Example: mosar consolidate runs/cluster --out runs/plain
     """
     with one_line_errors():
-        from mosar.training.consolidate import consolidate as make_plain
+        from mosar.training.distributed.consolidate import consolidate as make_plain
         from mosar.training.errors import TrainingError
 
         with reported(TrainingError), interruptible("stopped; nothing was left behind"):

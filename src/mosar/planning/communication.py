@@ -16,9 +16,10 @@ tensor   each layer sums the outputs of attention and feed-forward, and backward
 
 from __future__ import annotations
 
-from mosar.planning.parameters import parameter_parts, tensor_part
+from mosar.model.parameters import parameter_parts
+from mosar.planning.parameters import tensor_part
 from mosar.training.config import RunConfig
-from mosar.training.mesh import Mesh
+from mosar.training.distributed.mesh import Mesh
 
 
 def all_reduce(size: float, ranks: int) -> float:
@@ -30,12 +31,12 @@ def gather(size: float, ranks: int) -> float:
 
 
 def data_bytes(config: RunConfig, mesh: Mesh, passes: int) -> float:
-    held = tensor_part(parameter_parts(config), config.model, mesh)
+    held = tensor_part(parameter_parts(config.model, config.attention), config.model, mesh)
     return (passes if mesh.uses_fsdp else 1) * all_reduce(4 * held / mesh.shard, mesh.data)
 
 
 def shard_bytes(config: RunConfig, mesh: Mesh, passes: int) -> float:
-    parts = parameter_parts(config)
+    parts = parameter_parts(config.model, config.attention)
     root = [part for part in parts if part.place == "root"]
     held, once = (tensor_part(some, config.model, mesh) for some in (parts, root))
     return passes * gather(4 * (3 * held - once), mesh.shard)

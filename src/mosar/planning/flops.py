@@ -12,9 +12,10 @@ Norms, soft-caps, gates and softmax are left out: a few percent at the sizes tha
 from __future__ import annotations
 
 from mosar.model.config import ModelConfig
-from mosar.planning.parameters import parameter_parts, ways
+from mosar.model.parameters import parameter_parts
+from mosar.planning.parameters import ways
 from mosar.training.config import RunConfig
-from mosar.training.mesh import Mesh
+from mosar.training.distributed.mesh import Mesh
 
 BACKWARD_ATTENTION = 2.5
 ALONE = Mesh()
@@ -31,7 +32,9 @@ def router_flops(config: RunConfig, mesh: Mesh = ALONE) -> float:
 
 
 def _forward(config: RunConfig, mesh: Mesh, place: str) -> float:
-    parts = [part for part in parameter_parts(config) if part.place == place]
+    parts = [
+        part for part in parameter_parts(config.model, config.attention) if part.place == place
+    ]
     return sum(2.0 * part.weights / ways(part, config.model, mesh) for part in parts)
 
 

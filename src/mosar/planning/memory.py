@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from mosar.planning.parameters import parameter_parts, tensor_part
+from mosar.model.parameters import parameter_parts
+from mosar.planning.parameters import tensor_part
 from mosar.training.config import RunConfig
-from mosar.training.mesh import Mesh
+from mosar.training.distributed.mesh import Mesh
 
 
 class Saved(NamedTuple):
@@ -102,7 +103,7 @@ def logits_bytes(config: RunConfig, tokens: int) -> float:
 
 def narrow_weight_bytes(config: RunConfig, mesh: Mesh) -> float:
     """Autocast's copies of weight matrices in bfloat16, kept during a pass."""
-    matrices = [part for part in parameter_parts(config) if part.weights]
+    matrices = [part for part in parameter_parts(config.model, config.attention) if part.weights]
     held = tensor_part(matrices, config.model, mesh)
     return 2.0 * held if config.train.precision == "bf16" else 0.0
 
@@ -110,7 +111,7 @@ def narrow_weight_bytes(config: RunConfig, mesh: Mesh) -> float:
 def gathered_bytes(config: RunConfig, mesh: Mesh) -> float:
     """What FSDP has whole at a time: embedding and final norm, the parameters of two layers (one is
     gathered while the other computes) and the gradients of one."""
-    parts = parameter_parts(config)
+    parts = parameter_parts(config.model, config.attention)
     root, layers = (
         tensor_part([p for p in parts if (p.place == "root") is is_root], config.model, mesh)
         for is_root in (True, False)

@@ -7,7 +7,7 @@ from math import isqrt
 from mosar.geometries import AttentionConfig
 from mosar.model.config import ModelConfig
 from mosar.planning.errors import PlanError
-from mosar.training.mesh import Mesh, split_obstacle
+from mosar.training.distributed.mesh import Mesh, split_obstacle
 
 
 def fitting_meshes(

@@ -13,8 +13,8 @@ from mosar.planning.lines import BASES, Basis, Line, say
 from mosar.planning.mesh import fitting_meshes
 from mosar.planning.sections import PEAK, Batch, Case, density, every_line
 from mosar.training.config import RunConfig
-from mosar.training.mesh import Mesh
-from mosar.training.share import pass_size
+from mosar.training.distributed.mesh import Mesh
+from mosar.training.distributed.share import pass_size
 
 FACTORS = (0.5, 1, 2, 4, 8, 16, 32)
 

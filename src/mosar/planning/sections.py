@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mosar.model.parameters import parameter_parts, total
 from mosar.planning import communication, flops, memory
 from mosar.planning.density import DensityCurve, covered
 from mosar.planning.lines import Basis, Line
-from mosar.planning.parameters import parameter_parts, tensor_part, total
+from mosar.planning.parameters import tensor_part
 from mosar.training.config import RunConfig
-from mosar.training.mesh import Mesh
+from mosar.training.distributed.mesh import Mesh
 
 PEAK = ("memory of a rank, training", "sum")
 
@@ -52,7 +53,7 @@ def every_line(case: Case) -> list[Line]:
 
 def _parameters(case: Case) -> list[Line]:
     config, mesh = case.config, case.mesh
-    parts = parameter_parts(config)
+    parts = parameter_parts(config.model, config.attention)
     lines = [
         Line("parameters", part.name, part.count, "", "exact", _split_of(part.split, mesh))
         for part in parts
@@ -136,7 +137,10 @@ def _next_token(case: Case, section: str) -> list[Line]:
 
 def _memory(case: Case) -> list[Line]:
     config, mesh = case.config, case.mesh
-    own = tensor_part(parameter_parts(config), config.model, mesh) / mesh.shard
+    own = (
+        tensor_part(parameter_parts(config.model, config.attention), config.model, mesh)
+        / mesh.shard
+    )
     tokens = case.batch.pass_windows * case.context
     kept = (
         "inputs of layers, and one layer whole"

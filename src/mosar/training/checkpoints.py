@@ -35,8 +35,8 @@ from mosar.files import (
     unsealed,
     write_synced,
 )
+from mosar.training.distributed.shards import OPTIMIZER_STATE, PARAMETERS, assemble, shards_of
 from mosar.training.errors import TrainingError
-from mosar.training.shards import OPTIMIZER_STATE, PARAMETERS, assemble, shards_of
 
 SCHEMA_VERSION = 1
 MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"

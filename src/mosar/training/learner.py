@@ -18,12 +18,12 @@ from mosar.core.inputs import NotANumber
 from mosar.model.decoder import Decoder
 from mosar.training.batches import Batches, TaskBatches
 from mosar.training.config import RunConfig
+from mosar.training.distributed.team import Team
 from mosar.training.errors import NonFiniteError
 from mosar.training.objective import Objective, Terms
 from mosar.training.precision import autocast
 from mosar.training.schedule import learning_rate
 from mosar.training.stopping import StopRequest
-from mosar.training.team import Team
 
 
 @dataclass

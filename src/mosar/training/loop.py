@@ -23,12 +23,14 @@ from typing import Any
 
 import torch
 
-from mosar.planning.parameters import parameter_parts, total
+from mosar.model.parameters import parameter_parts, total
 from mosar.records import environment
 from mosar.training import checkpoints
 from mosar.training.batches import Batches, TaskBatches, open_batches
 from mosar.training.checkpoints import Checkpoint, DamagedCheckpoint
 from mosar.training.config import RunConfig
+from mosar.training.distributed.launch import open_team
+from mosar.training.distributed.team import Team, held_by_first
 from mosar.training.errors import (
     LostProcessError,
     NonFiniteError,
@@ -54,7 +56,6 @@ from mosar.training.run_folder import (
     write_config,
 )
 from mosar.training.stopping import StopRequest, stop_requests
-from mosar.training.team import Team, held_by_first, open_team
 from mosar.training.tensorboard import Board, check_tensorboard, tensorboard_writer
 
 
@@ -88,7 +89,7 @@ def train(
     """
     out = Path(out)
     team = open_team(config)
-    with _naming_checkpoint(out), team.running(out):
+    with _explained_errors(out), team.running(out):
         with team.together():
             _check_memory(config, team)
             check_precision(config.train)
@@ -345,7 +346,7 @@ def _interrupted(
 
 def _check_memory(config: RunConfig, team: Team) -> None:
     """A model that cannot fit is refused before anything is made."""
-    parameters = total(parameter_parts(config))
+    parameters = total(parameter_parts(config.model, config.attention))
     # The gradient and two moments besides; other devices hold those, but get the parameters here.
     copies = 4 if torch.device(config.train.device).type == "cpu" else 1
     needed = 4 * copies * parameters / team.num_processes
@@ -373,7 +374,7 @@ def _check_space(learner: Learner, out: Path) -> None:
 
 
 @contextmanager
-def _naming_checkpoint(out: Path) -> Iterator[None]:
+def _explained_errors(out: Path) -> Iterator[None]:
     """Says with what stopped the run what is left of it."""
     try:
         yield

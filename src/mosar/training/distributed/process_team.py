@@ -21,19 +21,20 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from mosar.distributed import checkpoint as sharded
-from mosar.distributed.build import DATA, SHARD, TENSOR, build_decoder, split_dim
-from mosar.distributed.operators import add
-from mosar.distributed.tensor import local
 from mosar.model.decoder import Decoder
 from mosar.training.checkpoints import Checkpoint
 from mosar.training.config import RunConfig
+from mosar.training.distributed import checkpoint as sharded
+from mosar.training.distributed.build import DATA, SHARD, TENSOR, build_decoder, split_dim
+from mosar.training.distributed.environment import environment_error, launched
+from mosar.training.distributed.mesh import Mesh
+from mosar.training.distributed.operators import add
+from mosar.training.distributed.team import Team
+from mosar.training.distributed.tensor import local
 from mosar.training.errors import LostProcessError, TrainingError
-from mosar.training.mesh import Mesh
 from mosar.training.objective import Objective, Terms
 from mosar.training.precision import autocast
 from mosar.training.stopping import StopRequest
-from mosar.training.team import Team, environment_error, launched
 
 if TYPE_CHECKING:
     from mosar.training.learner import Learner
@@ -123,9 +124,7 @@ class ProcessTeam(Team):
                 failure.reported_by_peer = True
             raise failure
         if int(who):
-            raise _reported_by_peer(
-                TrainingError(f"process {int(who) - 1} failed; see its message")
-            )
+            raise _reported(TrainingError(f"process {int(who) - 1} failed; see its message"))
 
     def from_first(self, action: Callable[[], Value]) -> Value:
         answer: dict[str, Any] = {}
@@ -140,7 +139,7 @@ class ProcessTeam(Team):
         if failure is not None:
             raise failure
         if "error" in answer:
-            raise _reported_by_peer(TrainingError(answer["error"]))
+            raise _reported(TrainingError(answer["error"]))
         return answer["value"]
 
     def _broadcast(self, value: Any) -> Any:
@@ -292,7 +291,7 @@ def _square(gradients: list[Tensor]) -> Tensor:
     return torch.nn.utils.get_total_norm(gradients).double().square()
 
 
-def _reported_by_peer(error: TrainingError) -> TrainingError:
+def _reported(error: TrainingError) -> TrainingError:
     error.reported_by_peer = True
     return error
 

@@ -30,11 +30,11 @@ from mosar.training.checkpoints import (
     optimizer_tensors,
     unfinished_path,
 )
+from mosar.training.distributed.shards import OPTIMIZER_STATE, PARAMETERS, shard_prefix
 from mosar.training.errors import TrainingError
-from mosar.training.shards import OPTIMIZER_STATE, PARAMETERS, shard_prefix
 
 if TYPE_CHECKING:
-    from mosar.distributed.team import ProcessTeam
+    from mosar.training.distributed.process_team import ProcessTeam
     from mosar.training.learner import Learner
 
 

@@ -11,17 +11,18 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from mosar.distributed.build import TENSOR, split_dim
-from mosar.distributed.tensor import local
 from mosar.model.decoder import Decoder
 from mosar.training.batches import open_batches
 from mosar.training.config import resolve_config
+from mosar.training.distributed.build import TENSOR, split_dim
+from mosar.training.distributed.environment import launched
+from mosar.training.distributed.launch import open_team
+from mosar.training.distributed.tensor import local
 from mosar.training.errors import TrainingError
 from mosar.training.learner import Learner, update
 from mosar.training.loop import train
 from mosar.training.objective import Objective
 from mosar.training.stopping import StopRequest
-from mosar.training.team import launched, open_team
 from planning.peak import peak_of_update
 from processes import HANG
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from mosar.training.mesh import Mesh
+from mosar.training.distributed.mesh import Mesh
 from torchrun_commands import check_torchrun
 
-PAGE = Path(__file__).parents[2] / "docs" / "scaling.md"
+PAGE = Path(__file__).parents[3] / "docs" / "scaling.md"
 STAND_INS = {
     "srun": '#!/bin/bash\nexec "$@"\n',
     "scontrol": "#!/bin/bash\nprintf 'node7\\nnode8\\n'\n",

@@ -5,10 +5,10 @@ import sys
 
 import pytest
 
-from distributed.launches import environment, run_jobs
 from mosar.planning.plan import PEAK, make_plan
 from mosar.training.config import resolve_config
 from processes import run
+from training.distributed.launches import environment, run_jobs
 
 # Four windows a step in two passes on each of two shares, so that gradients wait for the second.
 SETTINGS = ("model.num_layers=6", "train.micro_batch=2", "train.accumulation=4")
@@ -62,7 +62,7 @@ def held(dataset, tmp_path_factory):
     file = folder / "jobs.json"
     file.write_text(json.dumps(jobs_of("held", dataset, folder)))
     run(
-        [sys.executable, "-m", "distributed.worker", str(file)],
+        [sys.executable, "-m", "training.distributed.worker", str(file)],
         env=environment(WORLD_SIZE="2", RANK="0", NETWORK="fake"),
     )
     return found_in(folder)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from distributed.launches import environment, run_jobs, train_command
 from processes import finish, start, wait_for
+from training.distributed.launches import environment, run_jobs, train_command
 from training.runs import leftovers, lines, steps
 
 SETTINGS = (

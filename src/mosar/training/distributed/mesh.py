@@ -12,8 +12,8 @@ from typing import NamedTuple
 from mosar.geometries import AttentionConfig
 from mosar.model.config import ModelConfig
 from mosar.training.config import RunConfig
+from mosar.training.distributed.share import Share
 from mosar.training.errors import TrainingError
-from mosar.training.share import Share
 
 
 class Mesh(NamedTuple):

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from distributed.launches import environment
-from mosar.distributed.team import ProcessTeam
-from mosar.training.mesh import Mesh
+from mosar.training.distributed.mesh import Mesh
+from mosar.training.distributed.process_team import ProcessTeam
+from training.distributed.launches import environment
 
 
 class Alone(ProcessTeam):
@@ -38,9 +38,9 @@ import torch
 import torch.distributed as dist
 from pathlib import Path
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from mosar.distributed.tensor import local
+from mosar.training.distributed.tensor import local
 from mosar.training.config import resolve_config
-from mosar.training.team import open_team
+from mosar.training.distributed.launch import open_team
 world = int(os.environ["WORLD_SIZE"])
 dist.init_process_group("fake", rank=int(os.environ["RANK"]), world_size=world, store=FakeStore())
 config = resolve_config(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from processes import HANG, run
 
-TESTS = Path(__file__).parents[1]
+TESTS = Path(__file__).parents[2]
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -27,7 +27,7 @@ def run_jobs(processes: int, jobs: list[dict], folder: Path) -> None:
     """Has `worker.py` do the jobs one after the other in the same processes."""
     file = folder / "jobs.json"
     file.write_text(json.dumps(jobs))
-    run(torchrun(processes, "-m", "distributed.worker", str(file)), env=environment())
+    run(torchrun(processes, "-m", "training.distributed.worker", str(file)), env=environment())
 
 
 def train_command(processes: int, dataset: Path, out: Path, *changes: str) -> list[str]:

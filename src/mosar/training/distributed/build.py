@@ -11,10 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from mosar.distributed.tensor import TensorRanks, local, split_decoder
 from mosar.model.decoder import Decoder
 from mosar.training.config import RunConfig
-from mosar.training.mesh import Mesh
+from mosar.training.distributed.mesh import Mesh
+from mosar.training.distributed.tensor import TensorRanks, local, split_decoder
 
 DATA, SHARD, TENSOR = "data", "shard", "tensor"
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from distributed.launches import run_jobs
 from mosar.training.config import resolve_config
 from mosar.training.loop import train
 from mosar.training.run_folder import read_metrics
+from training.distributed.launches import run_jobs
 
 STEPS = 20
 # Eight windows a step in two passes; a cost that is whole from step 5, on top of a routing that

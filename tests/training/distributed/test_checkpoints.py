@@ -8,8 +8,6 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from distributed.launches import run_jobs
-from distributed.test_agreement import MESHES, TOLERANCE, alone, difference
 from mosar.cli import app
 from mosar.training.checkpoints import (
     DamagedCheckpoint,
@@ -20,6 +18,8 @@ from mosar.training.checkpoints import (
 from mosar.training.config import resolve_config
 from mosar.training.loop import train
 from mosar.training.run_folder import read_metrics
+from training.distributed.launches import run_jobs
+from training.distributed.test_agreement import MESHES, TOLERANCE, alone, difference
 
 # One schedule whatever the number of steps.
 SETTINGS = (

@@ -1,13 +1,11 @@
 """Who trains together: this process alone, or the processes that a launcher started.
 
 The loop asks its team wherever several processes act as one. `Team` is one process, to which most
-questions are trivial; `mosar.distributed.team` holds the team of several, and is imported only for
-them.
+questions are trivial; `process_team` holds the team of several, and is imported only for them.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -20,11 +18,9 @@ from torch import Tensor
 from mosar.model.decoder import Decoder
 from mosar.training import checkpoints
 from mosar.training.checkpoints import Checkpoint
-from mosar.training.config import DistributedConfig, RunConfig
-from mosar.training.errors import TrainingError
-from mosar.training.mesh import check_mesh
+from mosar.training.config import RunConfig
+from mosar.training.distributed.share import WHOLE
 from mosar.training.objective import Objective, Terms
-from mosar.training.share import WHOLE
 from mosar.training.stopping import StopRequest
 
 if TYPE_CHECKING:
@@ -123,51 +119,3 @@ def held_by_first(team: Team, hold: AbstractContextManager[object]) -> Iterator[
     finally:
         if team.is_first:
             hold.__exit__(None, None, None)
-
-
-def launched() -> tuple[int, int]:
-    """This process's number and how many a launcher (torchrun, or one that sets the same) started.
-
-    The variables of the environment are those of torch.distributed; a TrainingError where they do
-    not belong together.
-    """
-    processes = _from_environment("WORLD_SIZE", "1")
-    if processes == 1:
-        return 0, 1
-    rank = _from_environment("RANK", "")
-    if rank >= processes:
-        raise environment_error(f"RANK={rank} and WORLD_SIZE={processes}")
-    return rank, processes
-
-
-def _from_environment(name: str, default: str) -> int:
-    text = os.environ.get(name, default)
-    if not text.isdecimal() or (name == "WORLD_SIZE" and int(text) < 1):
-        raise environment_error(f"{name}={text}" if text else f"{name} not set")
-    return int(text)
-
-
-def environment_error(what: str) -> TrainingError:
-    return TrainingError(
-        f"the environment is not that of a launcher ({what}): start several processes with "
-        "torchrun --nproc-per-node N -m mosar train …, or unset WORLD_SIZE to train in one"
-    )
-
-
-def open_team(config: RunConfig) -> Team:
-    """The team of this process; a TrainingError where `config.distributed` does not fit it."""
-    rank, processes = launched()
-    if processes == 1 and config.distributed == DistributedConfig(
-        timeout=config.distributed.timeout
-    ):
-        return Team()
-    try:
-        mesh = check_mesh(config, processes)
-    except TrainingError as error:
-        error.reported_by_peer = rank > 0
-        raise
-    if processes == 1:
-        return Team()
-    from mosar.distributed.team import ProcessTeam
-
-    return ProcessTeam(config, mesh)

@@ -28,9 +28,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from mosar.core.outputs import RouterOutput
 from mosar.core.routers import PostPositionRouter, router_decision, router_projection
-from mosar.distributed.operators import add, common, copy
 from mosar.geometries import Attended, Geometry, LayerRouting, MoSAR
 from mosar.model.decoder import Attention, Decoder, FeedForward
+from mosar.training.distributed.operators import add, common, copy
 
 
 @dataclass(frozen=True)

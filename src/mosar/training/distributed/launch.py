@@ -1,0 +1,28 @@
+"""The team that a configuration and the launcher's environment ask for."""
+
+from __future__ import annotations
+
+from mosar.training.config import DistributedConfig, RunConfig
+from mosar.training.distributed.environment import launched
+from mosar.training.distributed.mesh import check_mesh
+from mosar.training.distributed.team import Team
+from mosar.training.errors import TrainingError
+
+
+def open_team(config: RunConfig) -> Team:
+    """The team of this process; a TrainingError where `config.distributed` does not fit it."""
+    rank, processes = launched()
+    if processes == 1 and config.distributed == DistributedConfig(
+        timeout=config.distributed.timeout
+    ):
+        return Team()
+    try:
+        mesh = check_mesh(config, processes)
+    except TrainingError as error:
+        error.reported_by_peer = rank > 0
+        raise
+    if processes == 1:
+        return Team()
+    from mosar.training.distributed.process_team import ProcessTeam
+
+    return ProcessTeam(config, mesh)
