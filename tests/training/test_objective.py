@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from mosar.core.losses import normalized_reach_cost
+from mosar.geometries import GEOMETRIES, Geometry
 from mosar.model.decoder import Decoder
 from mosar.training.objective import Objective, linear_cross_entropy
 
@@ -130,3 +131,41 @@ def test_the_cost_reaches_the_routers_and_only_where_it_weighs(smoke):
         assert torch.equal(plain_gradient, none)
     changed = zip(gradients["mosar", 100], gradients["mosar-cost", 100], strict=True)
     assert all(not torch.equal(one, other) for one, other in changed)
+
+
+class Priced(Geometry):
+    """Looks at the layer's input, and asks a price that depends on it and on the layer."""
+
+    reads_hidden = True
+
+    def attend(self, q, k, v, *, hidden, **options):
+        out, _ = super().attend(q, k, v, **options)
+        return out * hidden.mean(), (1 + self.shape.layer) * hidden.square().mean()
+
+
+@pytest.mark.parametrize("checkpointed", ["false", "true"])
+def test_the_objective_adds_a_geometrys_own_price(smoke, monkeypatch, checkpointed):
+    monkeypatch.setitem(GEOMETRIES, "priced", Priced)
+    gradients, prices = [], []
+    for weight in (0.0, 0.5):
+        decoder, tokens, terms = run_objective(
+            smoke(
+                *("rope", "attention.geometry=priced", f"attention.cost_weight={weight}"),
+                f"train.checkpoint_activations={checkpointed}",
+            ),
+            step=1000,
+        )
+        given = []
+        for layer in decoder.layers:
+            layer.pre_attention_norm.register_forward_hook(
+                lambda _, __, out, given=given: given.append(out)
+            )
+        decoder(tokens[:, :-1])
+        price = sum((1 + i) * x.square().mean() for i, x in enumerate(given)) / len(given)
+        torch.testing.assert_close(terms.expected_reach, price.detach())
+        torch.testing.assert_close(terms.loss.detach(), terms.lm_loss + weight * price.detach())
+        assert terms.shares is None
+        norm = decoder.layers[0].pre_attention_norm.weight
+        gradients.append(torch.autograd.grad(terms.loss, norm)[0])
+        prices.append(torch.autograd.grad(price, norm)[0])
+    torch.testing.assert_close(gradients[1], gradients[0] + 0.5 * prices[0])

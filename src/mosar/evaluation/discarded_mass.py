@@ -85,7 +85,8 @@ def _watching_one(geometry: MoSAR, tally: MassTally) -> Iterator[None]:
 
     def watched(q: Tensor, k: Tensor, v: Tensor, *, routing: Routing, **options: Any) -> Attended:
         out, routed = attend(q, k, v, routing=routing, **options)
-        assert routed is not None
+        assert isinstance(routed, LayerRouting)
+        options.pop("hidden", None)
         tally.add(discarded_mass(geometry, q, k, v, routed, options))
         return out, routed
 

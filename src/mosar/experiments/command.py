@@ -8,7 +8,7 @@ from pathlib import Path
 from mosar.data.config import DataConfig
 from mosar.experiments.run import ExperimentResult, run_experiment
 from mosar.experiments.settings import Axis, ExperimentSettings
-from mosar.geometries import VARIANTS
+from mosar.geometries import PAPER_VARIANTS
 
 _TOKENIZER = "bpe:4096"
 
@@ -30,7 +30,7 @@ def run_reproduce_command(
     default = Path(DataConfig().folder)
     settings = ExperimentSettings(
         preset=preset,
-        variants=tuple(VARIANTS) if variants is None else variants,
+        variants=PAPER_VARIANTS if variants is None else variants,
         seeds=seeds,
         data=default if data is None else data,
         grid=None if grid is None else Axis.parse(grid),

@@ -17,7 +17,7 @@ from mosar.evaluation.choices import parse_lengths
 from mosar.evaluation.errors import EvaluationError
 from mosar.evaluation.retrieval import check_questions
 from mosar.evaluation.validation_text import check_blocks, default_tokens
-from mosar.geometries import VARIANTS
+from mosar.geometries import PAPER_VARIANTS, VARIANTS
 from mosar.records import Cell
 from mosar.training.batches import data_fingerprint
 from mosar.training.config import (
@@ -77,7 +77,7 @@ class ExperimentSettings:
     """Which cells there are and how each is trained and evaluated; checks itself."""
 
     preset: str
-    variants: tuple[str, ...] = tuple(VARIANTS)
+    variants: tuple[str, ...] = PAPER_VARIANTS
     seeds: int = 1
     """Seeds 0 to this - 1."""
     data: Path

@@ -22,6 +22,7 @@ from mosar.geometries.rope import Rope
 __all__ = [
     "GEOMETRIES",
     "NATIVE",
+    "PAPER_VARIANTS",
     "VARIANTS",
     "Alibi",
     "Attended",
@@ -58,3 +59,5 @@ VARIANTS: dict[str, AttentionConfig] = {
     "mosar": AttentionConfig(geometry="mosar"),
     "mosar-cost": AttentionConfig(geometry="mosar", cost_weight=0.01, cost_warmup=500),
 }
+PAPER_VARIANTS = tuple(VARIANTS)
+"""The matched set of the paper, which `mosar reproduce` runs unless told otherwise."""

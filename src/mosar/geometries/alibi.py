@@ -15,6 +15,8 @@ from mosar.geometries.geometry import Attended, Geometry, wide_dtype
 class Alibi(Geometry):
     """A bias of -slope * distance, one slope per head, and no rotation."""
 
+    family = "distance"
+
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, *, routing: Routing, **options: Any
     ) -> Attended:

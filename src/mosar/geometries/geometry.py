@@ -11,6 +11,7 @@ Shapes: B batch, H query heads, K key/value heads, T queries, S keys, D head dim
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 import torch
@@ -40,6 +41,8 @@ class HeadShape(NamedTuple):
     num_kv_heads: int
     head_dim: int
     max_length: int
+    layer: int = 0
+    """The index of the layer, from 0."""
 
 
 class ParameterPart(NamedTuple):
@@ -65,8 +68,9 @@ class LayerRouting(NamedTuple):
         return self.query.labels, self.key.labels
 
 
-# The output [B, H, T, D] (the operators' own type is a union), and the routing or None.
-Attended = tuple[Any, LayerRouting | None]
+# The output [B, H, T, D] (the operators' own type is a union), and what the layer tells the
+# objective: its routing where it has routers, a price (a scalar tensor) or None where it has not.
+Attended = tuple[Any, LayerRouting | Tensor | None]
 
 
 class Geometry(nn.Module):
@@ -76,6 +80,10 @@ class Geometry(nn.Module):
     """Whether it has routers, and so a choice between soft, top-1 and sparse routing."""
     settings: ClassVar[frozenset[str]] = frozenset()
     """The fields of `AttentionConfig` that it reads, besides its name."""
+    family: ClassVar[Literal["positions", "distance", "window", "routing"]] = "positions"
+    """What its attention depends on; figures may group variants by it."""
+    reads_hidden: ClassVar[bool] = False
+    """Whether `attend` is given `hidden`, what q, k and v are projections of."""
     own_heads: slice = slice(None)
     """The query heads of this process, where tensor parallelism divides them."""
 
@@ -97,13 +105,15 @@ class Geometry(nn.Module):
         key_valid: Tensor | None = None,
         segment_ids: Tensor | None = None,
         cache: Any = None,
-    ) -> tuple[Tensor, LayerRouting | None]:
+        hidden: Tensor | None = None,
+    ) -> Attended:
         """q [B, T, H, D]; k, v [B, S, K, D], before any positional transform -> [B, T, H, D].
 
         Positions are as in `mosar_attention`; where none are given they count from 0 in each
         segment (a run of equal `segment_ids`), so that a segment is the same wherever it stands.
         With the layer's `cache` (see `attend_cached`) q, k and v are of new tokens alone, which
-        follow those it has been given, and their `key_positions` are needed.
+        follow those it has been given, and their `key_positions` are needed. hidden [B, T, C]: the
+        layer's input after its norm, for geometries that read it.
         """
         at_q, at_k = _positions(
             q, k, query_positions, key_positions, key_valid=key_valid, segment_ids=segment_ids
@@ -116,20 +126,20 @@ class Geometry(nn.Module):
             "key_positions": key_positions,
             "key_valid": key_valid,
         }
+        if self.reads_hidden:
+            options["hidden"] = hidden
         # Views: the kernels read any layout whose last dimension is contiguous.
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         differentiated = any(x.requires_grad for x in (q, k, v))
         if cache is not None and (cache.slots or not differentiated):
-            out, layer_routing = self.attend_cached(q, k, v, cache, **options)
+            out, told = self.attend_cached(q, k, v, cache, **options)
         else:
             options |= {"query_positions": query_positions, "segment_ids": segment_ids}
-            out, layer_routing = self.attend(q, k, v, **options)
+            out, told = self.attend(q, k, v, **options)
             if cache is not None:
                 # Gradients pass through the first tokens; what is stored of them has none.
-                self.store(
-                    k.detach(), v.detach(), cache, layer_routing, routing, key_positions, key_valid
-                )
-        return out.transpose(1, 2), layer_routing
+                self.store(k.detach(), v.detach(), cache, told, routing, key_positions, key_valid)
+        return out.transpose(1, 2), told
 
     def transform(self, q: Tensor, k: Tensor, at_q: Tensor, at_k: Tensor) -> tuple[Tensor, Tensor]:
         """q [B, T, H, D] at positions at_q [B or 1, T], and k likewise, each token on its own."""
@@ -138,9 +148,10 @@ class Geometry(nn.Module):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, *, routing: Routing, **options: Any
     ) -> Attended:
-        """q [B, H, T, D]; k, v [B, K, S, D], transformed -> [B, H, T, D], and the routing if any.
+        """q [B, H, T, D]; k, v [B, K, S, D], transformed -> [B, H, T, D]; a routing, price or None.
 
-        `options` are those of the operators: scale, softcap, positions, key_valid, segment_ids.
+        `options` are those of the operators: scale, softcap, positions, key_valid, segment_ids;
+        and `hidden` [B, T, C] where the geometry reads it.
         """
         return plain_attention(q, k, v, **options), None
 
@@ -170,13 +181,24 @@ class Geometry(nn.Module):
         k: Tensor,
         v: Tensor,
         cache: Any,
-        routed: LayerRouting | None,
+        told: LayerRouting | Tensor | None,
         routing: Routing,
         key_positions: Tensor | None,
         key_valid: Tensor | None,
     ) -> Any:
         """Adds k, v [B, K, S, D] of new tokens to the cache, and returns what its `update` does."""
         return cache.update(k, v, key_positions=key_positions, key_valid=key_valid)
+
+    def price_basis(self, layers: Sequence[Any]) -> Tensor | None:
+        """What the price follows from: here [L], the prices that `attend` of each layer returned.
+
+        It is a mean over tokens; processes that divide the heads average it. None: no price.
+        """
+        return torch.stack(list(layers)) if layers else None
+
+    def price(self, basis: Tensor) -> Tensor:
+        """The scalar that the objective adds to the loss, times `cost_weight`."""
+        return basis.mean()
 
     @property
     def routings(self) -> tuple[str, ...]:

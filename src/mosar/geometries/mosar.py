@@ -7,6 +7,7 @@ Shapes: B batch, H query heads, K key/value heads, T queries, S keys, D head dim
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from mosar.attention import Routing, mosar_attention
 from mosar.core.hard_domain import build_hard_domain
+from mosar.core.losses import normalized_reach_cost
 from mosar.core.routers import PostPositionRouter, top1_routing
 from mosar.geometries.config import AttentionConfig
 from mosar.geometries.geometry import Attended, HeadShape, LayerRouting, ParameterPart
@@ -23,7 +25,7 @@ from mosar.geometries.rope import Rope
 class MoSAR(Rope):
     """Routed regimes over RoPE: two routers read the rotated q and k, the gates follow."""
 
-    routed = True
+    routed, family = True, "routing"
     settings = Rope.settings | {
         *("regimes", "router_hidden", "temperature", "barrier", "exponent", "epsilon"),
         *("composition", "routing_groups", "num_sinks", "cost_weight", "cost_warmup"),
@@ -56,6 +58,16 @@ class MoSAR(Rope):
         domain = build_hard_domain(*labels, self.config, segment_ids=segment_ids, materialize=False)
         return domain.count, domain.causal_count
 
+    def price_basis(self, layers: Sequence[LayerRouting]) -> Tensor | None:
+        """[2, L, R]: the mean probability of each regime, of queries and of keys."""
+        routers = [layer.query for layer in layers] + [layer.key for layer in layers]
+        means = [router.probabilities.flatten(0, -2).mean(dim=0) for router in routers]
+        return torch.stack(means).unflatten(0, (2, len(layers)))
+
+    def price(self, basis: Tensor) -> Tensor:
+        """The expected reach; linear in the probabilities, so that of their means."""
+        return normalized_reach_cost(basis[0], basis[1], self.config)
+
     def parameter_parts(self) -> list[ParameterPart]:
         first_q, first_k = (r.weight1.numel() for r in (self.query_router, self.key_router))
         routers = (self.query_router, self.key_router)
@@ -82,12 +94,19 @@ class MoSAR(Rope):
         )
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, *, routing: Routing, **options: Any
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        routing: Routing,
+        hidden: Tensor | None = None,
+        **options: Any,
     ) -> Attended:
         if options["key_valid"] is not None:
             # What a padded slot holds must not reach the router's gradient.
             k = k.masked_fill(~options["key_valid"][:, None, :, None], 0)
-        routed = self.route(q, k)
+        routed = self._route(q, k, hidden)
         if routing == "soft":
             pi_q, pi_k = routed.query.probabilities, routed.key.probabilities
         else:
@@ -111,10 +130,11 @@ class MoSAR(Rope):
         routing: Routing,
         key_positions: Tensor,
         key_valid: Tensor | None,
+        hidden: Tensor | None = None,
         **options: Any,
     ) -> Attended:
         """With a `RegimeLayerCache`, which attends itself."""
-        routed, soft = self.route(q, k), routing == "soft"
+        routed, soft = self._route(q, k, hidden), routing == "soft"
         self.store(k, v, cache, routed, routing, key_positions, key_valid)
         out = cache.attend(
             q,
@@ -130,13 +150,13 @@ class MoSAR(Rope):
         k: Tensor,
         v: Tensor,
         cache: Any,
-        routed: LayerRouting | None,
+        told: LayerRouting | Tensor | None,
         routing: Routing,
         key_positions: Tensor | None,
         key_valid: Tensor | None,
     ) -> None:
         """With the labels of the keys, under soft routing with their probabilities too."""
-        assert routed is not None
+        assert isinstance(told, LayerRouting)
         if cache.routing != routing:
             raise ValueError(
                 f"the cache is for {cache.routing} routing, got routing={routing!r}; "
@@ -145,17 +165,23 @@ class MoSAR(Rope):
         cache.update(
             k,
             v,
-            routed.key.labels,
-            pi_k=routed.key.probabilities.detach() if routing == "soft" else None,
+            told.key.labels,
+            pi_k=told.key.probabilities.detach() if routing == "soft" else None,
             key_positions=key_positions,
             key_valid=key_valid,
         )
 
     def route(self, q: Tensor, k: Tensor) -> LayerRouting:
-        """What each query and each key chooses; override it for another rule."""
+        """What each query and each key chooses; override it for another rule.
+
+        It is given `hidden=` too where the geometry reads it.
+        """
         return LayerRouting(
             self.query_router(q.transpose(1, 2)), self.key_router(k.transpose(1, 2))
         )
+
+    def _route(self, q: Tensor, k: Tensor, hidden: Tensor | None) -> LayerRouting:
+        return self.route(q, k, **({"hidden": hidden} if self.reads_hidden else {}))
 
     def init_parameter(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
         """W1 std 0.02, W2 std 1e-3, biases 0: routing starts nearly uniform."""

@@ -41,7 +41,7 @@ class OneRegime(Rope):
 class Fixed(OneRegime):
     """The gate of one regime for every pair; under "sparse" routing it ends at the reach."""
 
-    settings = OneRegime.settings | {"barrier", "exponent"}
+    settings, family = OneRegime.settings | {"barrier", "exponent"}, "distance"
 
     def __init__(self, attention: AttentionConfig, shape: HeadShape):
         super().__init__(attention, shape)
@@ -78,6 +78,8 @@ class Fixed(OneRegime):
 
 class RopeMask(OneRegime):
     """A hard window: pairs farther than the regime's reach do not exist."""
+
+    family = "window"
 
     def band(self, routing: str) -> float | None:
         return self.reach

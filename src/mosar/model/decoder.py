@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mosar.attention import ROUTINGS, Routing
 from mosar.core.layout import can_check_values
-from mosar.geometries import AttentionConfig, Geometry, LayerRouting
+from mosar.geometries import Attended, AttentionConfig, Geometry, LayerRouting
 from mosar.kernels.elementwise import geglu
 from mosar.model.config import ModelConfig
 from mosar.model.dense_cache import DenseCache
@@ -42,6 +42,8 @@ class DecoderOutput(NamedTuple):
     """[B, T, hidden] after the final norm; `Decoder.logits` reads it."""
     routings: list[LayerRouting]
     """One per layer; empty where the geometry has no routers."""
+    prices: list[Tensor]
+    """One per layer of a geometry without routers that has a price; see `Geometry.price`."""
 
 
 class Decoder(nn.Module):
@@ -55,7 +57,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.model_config, self.attention_config = model, attention
         self.embedding = TiedEmbedding(model.vocab_size, model.hidden_size)
-        self.layers = nn.ModuleList(Layer(model, attention) for _ in range(model.num_layers))
+        self.layers = nn.ModuleList(Layer(model, attention, i) for i in range(model.num_layers))
         self.norm = RMSNorm(model.hidden_size, model.norm_eps)
 
     def forward(
@@ -90,13 +92,14 @@ class Decoder(nn.Module):
         x = self.embedding(tokens) * self.model_config.hidden_size**0.5
         placement = _placement(tokens, segment_ids, valid, cache)
         recompute = checkpoint_activations and torch.is_grad_enabled() and cache is None
-        routings = []
+        told = []
         for index, layer in enumerate(self.layers):
             run = partial(_recomputed, layer) if recompute else layer
-            x, routed = run(x, routing, placement, None if cache is None else cache[index])
-            if routed is not None:
-                routings.append(routed)
-        return DecoderOutput(self.norm(x), routings)
+            x, one = run(x, routing, placement, None if cache is None else cache[index])
+            if one is not None:
+                told.append(one)
+        routed = self.attention_config.geometry_class.routed
+        return DecoderOutput(self.norm(x), told if routed else [], [] if routed else told)
 
     def new_cache(self, routing: Routing = "sparse", **options: Any) -> RegimeCache | DenseCache:
         """An empty KV cache for `forward`; options are those of `RegimeLayerCache`.
@@ -162,11 +165,11 @@ class TiedEmbedding(nn.Embedding):
 class Layer(nn.Module):
     """Attention and feed-forward, each between two norms, each added to the stream."""
 
-    def __init__(self, model: ModelConfig, attention: AttentionConfig):
+    def __init__(self, model: ModelConfig, attention: AttentionConfig, index: int = 0):
         super().__init__()
         size, eps = model.hidden_size, model.norm_eps
         self.pre_attention_norm = RMSNorm(size, eps)
-        self.attention = Attention(model, attention)
+        self.attention = Attention(model, attention, index)
         self.post_attention_norm = RMSNorm(size, eps)
         self.pre_ffn_norm = RMSNorm(size, eps)
         self.ffn = FeedForward(size, model.ffn_size)
@@ -174,19 +177,17 @@ class Layer(nn.Module):
 
     def forward(
         self, x: Tensor, routing: Routing, placement: Placement, cache: Any = None
-    ) -> tuple[Tensor, LayerRouting | None]:
-        attended, layer_routing = self.attention(
-            self.pre_attention_norm(x), routing, placement, cache
-        )
+    ) -> Attended:
+        attended, told = self.attention(self.pre_attention_norm(x), routing, placement, cache)
         x = x + self.post_attention_norm(attended)
         x = x + self.post_ffn_norm(self.ffn(self.pre_ffn_norm(x)))
-        return x, layer_routing
+        return x, told
 
 
 class Attention(nn.Module):
     """Projections around a geometry."""
 
-    def __init__(self, model: ModelConfig, attention: AttentionConfig):
+    def __init__(self, model: ModelConfig, attention: AttentionConfig, index: int = 0):
         super().__init__()
         self.head_dim = model.head_dim
         self.scale = model.query_pre_attn_scalar**-0.5
@@ -198,16 +199,16 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(model.hidden_size, key_size, bias=False)
         self.v_proj = nn.Linear(model.hidden_size, key_size, bias=False)
         self.o_proj = nn.Linear(query_size, model.hidden_size, bias=False)
-        self.geometry = attention.geometry_class(attention, model.head_shape)
+        self.geometry = attention.geometry_class(attention, model.head_shape._replace(layer=index))
 
     def forward(
         self, x: Tensor, routing: Routing, placement: Placement, cache: Any = None
-    ) -> tuple[Tensor, LayerRouting | None]:
+    ) -> Attended:
         q, k, v = (
             project(x).unflatten(-1, (-1, self.head_dim))
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
-        out, layer_routing = self.geometry(
+        out, told = self.geometry(
             q,
             k,
             v,
@@ -215,9 +216,10 @@ class Attention(nn.Module):
             softcap=self.softcap,
             routing=routing,
             cache=cache,
+            hidden=x,
             **placement,
         )
-        return self.o_proj(out.flatten(-2)), layer_routing
+        return self.o_proj(out.flatten(-2)), told
 
 
 class FeedForward(nn.Module):
@@ -276,7 +278,7 @@ def capped_logits(project: Callable[[Tensor], Tensor], hidden: Tensor, cap: floa
     return cap * torch.tanh(project(hidden / cap))
 
 
-def _recomputed(layer: nn.Module, *args: Any) -> tuple[Tensor, LayerRouting | None]:
+def _recomputed(layer: nn.Module, *args: Any) -> Attended:
     """A layer that keeps its input alone and computes the rest again in the backward pass."""
     return cast(Any, checkpoint(layer, *args, use_reentrant=False, preserve_rng_state=False))
 

@@ -1,7 +1,7 @@
-"""The objective: L = L_LM + lambda(t) L_cost, and its gradient without all logits at once.
+"""The objective: L = L_LM + lambda(t) price, and its gradient without all logits at once.
 
     L_LM      mean cross-entropy of the next token (of a task: where it is an answer)
-    L_cost    ½ E[pi_Q·c + pi_K·c] over batch, layers and tokens: the expected reach
+    price     the geometry's own (MoSAR's: ½ E[pi_Q·c + pi_K·c], the expected reach), or none
     lambda(t) grows linearly to `attention.cost_weight` over `attention.cost_warmup` steps
 
 Shapes: B windows, T tokens each, N = B·T, C hidden size, V vocabulary, L layers, R regimes.
@@ -9,15 +9,13 @@ Shapes: B windows, T tokens each, N = B·T, C hidden size, V vocabulary, L layer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mosar.core.losses import normalized_reach_cost
-from mosar.geometries import LayerRouting
 from mosar.model.decoder import Decoder
 from mosar.training.config import RunConfig
 
@@ -30,23 +28,22 @@ class Terms:
     """The objective, to differentiate."""
     lm_loss: Tensor
     expected_reach: Tensor | None
-    """L_cost; None without routers."""
+    """The geometry's price, which is the expected reach where there are routers; None: none."""
     shares: Tensor | None
-    """[2, L, R]: mean probability of each regime, of queries and of keys."""
+    """[2, L, R]: mean probability of each regime, of queries and of keys; None without them."""
 
 
 class Objective:
     """The objective of a run, the same for every variant."""
 
     def __init__(self, config: RunConfig):
-        self.geometry = config.attention.mosar_config(config.model.max_length)
         self.cost_weight_end = config.attention.cost_weight
         self.cost_warmup = config.attention.cost_warmup
         self.softcap = config.model.final_softcap
         self.loss_chunk = config.train.loss_chunk
         self.checkpoint_activations = config.train.checkpoint_activations
-        self.merge_shares: Callable[[Tensor], Tensor] | None = None
-        """The mean over processes that route groups of heads of their own, where there are such."""
+        self.merge_basis: Callable[[Tensor], Tensor] | None = None
+        """The mean of price bases over processes that have heads of their own, if any."""
 
     def cost_weight(self, step: int) -> float:
         """lambda in update number `step` >= 1; it is whole from step `cost_warmup` on."""
@@ -80,26 +77,19 @@ class Objective:
             softcap=self.softcap,
             chunk=self.loss_chunk,
         )
-        if not output.routings:
-            return Terms(lm_loss, lm_loss.detach(), None, None)
         weight = self.cost_weight(step)
+        geometry = decoder.geometries[0]
         with torch.set_grad_enabled(torch.is_grad_enabled() and weight != 0):
-            shares = _regime_shares(output.routings)
-            if self.merge_shares is not None:
-                shares = self.merge_shares(shares)
-            # The cost is linear in the probabilities: that of their means is the mean of all.
-            reach = normalized_reach_cost(shares[0], shares[1], self.geometry)
-        # A weight of 0 leaves the routers to the language model's loss alone, bit for bit.
-        loss = lm_loss + weight * reach if weight else lm_loss
-        return Terms(loss, lm_loss.detach(), reach.detach(), shares.detach())
-
-
-def _regime_shares(routings: Sequence[LayerRouting]) -> Tensor:
-    """[2, L, R]: mean probabilities over batch and tokens, of queries and of keys."""
-    queries = [routing.query for routing in routings]
-    keys = [routing.key for routing in routings]
-    means = [router.probabilities.flatten(0, -2).mean(dim=0) for router in (*queries, *keys)]
-    return torch.stack(means).unflatten(0, (2, len(routings)))
+            basis = geometry.price_basis(output.routings or output.prices)
+            if basis is None:
+                return Terms(lm_loss, lm_loss.detach(), None, None)
+            if self.merge_basis is not None:
+                basis = self.merge_basis(basis)
+            price = geometry.price(basis)
+        # A weight of 0 leaves the geometry to the language model's loss alone, bit for bit.
+        loss = lm_loss + weight * price if weight else lm_loss
+        shares = basis.detach() if geometry.routed else None
+        return Terms(loss, lm_loss.detach(), price.detach(), shares)
 
 
 # A chunk of logits should stay in the cache, but each one reads and writes all of the head.

@@ -30,7 +30,7 @@ from mosar.attention import ROUTINGS, Routing
 from mosar.core.config import MoSARConfig
 from mosar.core.layout import can_check_values
 from mosar.core.losses import normalized_reach_cost
-from mosar.geometries import Geometry
+from mosar.geometries import Geometry, LayerRouting
 from mosar.integrations.hf.cache import MosarCache
 from mosar.integrations.hf.config import MosarDecoderConfig
 from mosar.integrations.hf.errors import ModelFolderError
@@ -45,9 +45,6 @@ from mosar.model.decoder import (
 )
 from mosar.model.norm import RMSNorm
 
-# pi_Q and pi_K of a layer, [B, T, R] or [B, Gr, T, R].
-Probabilities = tuple[Tensor, Tensor]
-
 
 class MosarLayer(GradientCheckpointingLayer, Layer):
     """A layer of the decoder, which transformers can compute again in the backward pass."""
@@ -59,12 +56,14 @@ class MosarLayer(GradientCheckpointingLayer, Layer):
         placement: Placement,
         past_key_values: Any = None,
     ) -> tuple[Tensor, ...]:
-        """The output, and pi_Q and pi_K where there are routers.
+        """The output, and pi_Q and pi_K where there are routers, or a price where there is one.
 
         Flat: checkpointing with `use_reentrant` passes gradients to no tensor further inside.
         """
-        x, routed = Layer.forward(self, x, routing, placement, past_key_values)
-        return (x,) if routed is None else (x, routed.query.probabilities, routed.key.probabilities)
+        x, told = Layer.forward(self, x, routing, placement, past_key_values)
+        if isinstance(told, LayerRouting):
+            return x, told.query.probabilities, told.key.probabilities
+        return (x,) if told is None else (x, told)
 
 
 @dataclass
@@ -163,7 +162,7 @@ class MosarModel(MosarPreTrainedModel):
         self.mosar_config = config.mosar_config
         self.embedding = nn.Embedding(model.vocab_size, model.hidden_size)
         self.layers = nn.ModuleList(
-            MosarLayer(model, self.attention_config) for _ in range(model.num_layers)
+            MosarLayer(model, self.attention_config, i) for i in range(model.num_layers)
         )
         self.norm = RMSNorm(model.hidden_size, model.norm_eps)
         self.gradient_checkpointing = False
@@ -198,19 +197,22 @@ class MosarModel(MosarPreTrainedModel):
             use_cache = False if packed else None
         cache = self._cache(past_key_values, use_cache)
         placement = place_tokens(x, attention_mask, position_ids, cache)
-        routings: list[Probabilities] = []
+        told: list[tuple[Tensor, ...]] = []
         for index, layer in enumerate(self.layers):
-            x, *routed = layer(
+            x, *one = layer(
                 x,
                 self.routing,
                 placement,
                 past_key_values=None if cache is None else cache.states[index],
             )
-            if routed:
-                routings.append((routed[0], routed[1]))
+            if one:
+                told.append(tuple(one))
         cost = None
-        if output_routing_cost and routings:
-            cost = expected_reach(routings, self.mosar_config, placement.get("key_valid"))
+        if output_routing_cost and told:
+            if self.attention_config.geometry_class.routed:
+                cost = expected_reach(told, self.mosar_config, placement.get("key_valid"))
+            else:
+                cost = torch.stack([price for (price,) in told]).mean()
         return MosarModelOutput(
             last_hidden_state=self.norm(x), past_key_values=cache, routing_cost=cost
         )
@@ -398,9 +400,9 @@ def _check_left_padding(mask: Tensor | None) -> None:
 
 
 def expected_reach(
-    routings: Sequence[Probabilities], config: MoSARConfig, valid: Tensor | None = None
+    routings: Sequence[tuple[Tensor, ...]], config: MoSARConfig, valid: Tensor | None = None
 ) -> Tensor:
-    """L_cost over batch, layers and the valid tokens [B, T]: a scalar."""
+    """L_cost of (pi_Q, pi_K) over batch, layers and the valid tokens [B, T]: a scalar."""
     means = []
     for role in zip(*routings, strict=True):
         pi_BTR = [pi.mean(dim=1) if pi.dim() == 4 else pi for pi in role]

@@ -187,9 +187,10 @@ class ProcessTeam(Team):
 
     def forward_fn(self, objective: Objective, decoder: Decoder) -> Callable[..., Terms]:
         attention = self.config.attention
-        if self.mesh.tensor > 1 and attention.routing_groups > 1:
+        whole_routing = attention.geometry_class.routed and attention.routing_groups == 1
+        if self.mesh.tensor > 1 and not whole_routing:
             group, size = self.devices.get_group(TENSOR), self.mesh.tensor
-            objective.merge_shares = lambda shares: add(group, shares) / size
+            objective.merge_basis = lambda basis: add(group, basis) / size
         if not self._uses_ddp:
             return super().forward_fn(objective, decoder)
         self._ddp = DistributedDataParallel(
