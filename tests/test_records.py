@@ -6,7 +6,7 @@ import pytest
 
 from benchmark_records import make_benchmark
 from mosar import __version__
-from mosar.files import DamagedFile
+from mosar.errors import DamagedFile
 from mosar.records import (
     SCHEMA_VERSION,
     ErrorCheck,

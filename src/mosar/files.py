@@ -24,10 +24,6 @@ LINE_DIGITS = 16
 _DEEPEST = 100
 
 
-class DamagedFile(ValueError):
-    """A file that is not what was written; the message names it and says what to do."""
-
-
 def parse_json(data: bytes | str) -> Any:
     """What a JSON text holds; a ValueError where it is none, or nested too deeply."""
     try:

@@ -8,9 +8,6 @@ import pytest
 from typer.testing import CliRunner
 
 from mosar.cli import app
-from source_imports import imports_of
-
-MAY_IMPORT = ("torch", "numpy", "rich", "tokenizers", "datasets", "pyarrow", "mosar.data")
 
 
 def run(*arguments):
@@ -159,13 +156,3 @@ def test_help_shows_examples_and_loads_nothing():
         "assert not {'torch', 'numpy', 'tokenizers', 'datasets'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_the_data_imports_nothing_else_of_ours():
-    for file, names in imports_of("data").items():
-        for name in names:
-            allowed = name.split(".")[0] in sys.stdlib_module_names or any(
-                name == target or name.startswith(f"{target}.")
-                for target in (*MAY_IMPORT, "mosar.files", "mosar.version")
-            )
-            assert allowed, f"{file} imports {name}"

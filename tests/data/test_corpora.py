@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mosar.data import documents
 from mosar.data.corpora import find_source, read_documents, total_bytes
 from mosar.data.documents import PIECE_LENGTH, ReadReport, cut_pieces
-from mosar.data.errors import DataError
+from mosar.errors import DataError
 
 
 def read(*specs, report=None, **options):

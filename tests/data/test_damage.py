@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from mosar.data import stream as stream_module
-from mosar.data.errors import DataError
 from mosar.data.manifest import Manifest
 from mosar.data.prepare import check_dataset, prepare
 from mosar.data.stream import TokenStream
 from mosar.data.tokenizer import load_tokenizer
+from mosar.errors import DataError
 
 FILES = ("train.bin", "valid.bin", "train.docs.npy", "valid.docs.npy", "tokenizer.json")
 

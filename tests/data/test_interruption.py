@@ -11,8 +11,8 @@ import time
 import pytest
 
 from mosar.data import staging
-from mosar.data.errors import DataError
 from mosar.data.prepare import check_dataset, prepare
+from mosar.errors import DataError
 from processes import finish, run, start, stop, wait_for
 
 COMMAND = [sys.executable, "-m", "mosar.cli", "prepare"]

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from mosar.data import prepare as module
-from mosar.data.errors import DataError
 from mosar.data.manifest import Manifest, token_dtype
 from mosar.data.packing import SplitWriter
 from mosar.data.prepare import check_dataset, prepare, split_of
 from mosar.data.stream import TokenStream
 from mosar.data.tokenizer import ByteTokenizer, load_tokenizer
+from mosar.errors import DataError
 
 from .conftest import TEXTS
 

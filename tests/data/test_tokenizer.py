@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mosar.data.documents import cut_pieces
-from mosar.data.errors import DataError
 from mosar.data.tokenizer import (
     END_OF_TEXT,
     ByteTokenizer,
@@ -21,6 +20,7 @@ from mosar.data.tokenizer import (
     read_tokenizer,
     train_bpe,
 )
+from mosar.errors import DataError
 
 SAMPLE = ["def encode(text):\n    return [ord(c) for c in text]\n", "the words of the text\n"] * 20
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from mosar.errors import ModelError
 from mosar.evaluation import evaluate as evaluate_module
-from mosar.evaluation.errors import EvaluationError
 from mosar.evaluation.evaluate import evaluate
 from mosar.evaluation.loaded_run import _device
 from mosar.records import Cell, EvaluationRecord, read_records
@@ -124,7 +124,7 @@ def test_an_interrupted_write_leaves_the_old_one(run, monkeypatch):
     folder = run("rope")
     (first, _) = evaluate(folder, **QUICK)
     monkeypatch.setattr("mosar.training.checkpoints.os.replace", _fail)
-    with pytest.raises(EvaluationError, match=r"cannot write .*No space left"):
+    with pytest.raises(ModelError, match=r"cannot write .*No space left"):
         evaluate(folder, **QUICK, force=True)
     monkeypatch.undo()
     kept = folder / "evaluations" / "step-00000006-len-00064-native.json"
@@ -156,9 +156,7 @@ def test_a_moved_run_evaluates(run, dataset, tmp_path):
     config = json.loads((moved / "config.json").read_text())
     config["data"]["folder"] = "/where/it/was"
     (moved / "config.json").write_text(json.dumps(config))
-    with pytest.raises(
-        EvaluationError, match="not in /where/it/was any more; say where with --data"
-    ):
+    with pytest.raises(ModelError, match="not in /where/it/was any more; say where with --data"):
         evaluate(moved, **QUICK)
     data = shutil.copytree(dataset, tmp_path / "another machine" / "data")
     assert untimed(evaluate(moved, **QUICK, data=data)) == untimed(here)
@@ -206,7 +204,7 @@ def test_evaluation_leaves_the_training_as_it_was(run):
 def test_what_is_wrong_with_the_run_is_said(run, spoil, message):
     folder = run("rope")
     spoil(folder)
-    with pytest.raises(EvaluationError, match=message) as caught:
+    with pytest.raises(ModelError, match=message) as caught:
         evaluate(folder, **QUICK)
     assert "\n" not in str(caught.value)
     assert not (folder / "evaluations").exists()
@@ -217,17 +215,17 @@ def test_a_checkpoint_of_another_configuration_is_refused(run):
     config = json.loads((folder / "config.json").read_text())
     config["attention"]["rope_theta"] = 500.0
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(EvaluationError, match="does not belong to the configuration in"):
+    with pytest.raises(ModelError, match="does not belong to the configuration in"):
         evaluate(folder, **QUICK)
 
 
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"step": 5}, EvaluationError, "no checkpoint of step 5; there are 3, 6"),
+        ({"step": 5}, ModelError, "no checkpoint of step 5; there are 3, 6"),
         ({"routings": ["hard"]}, ValueError, "one of soft, top1, sparse; got 'hard'"),
         ({"lengths": ["long"]}, ValueError, "a length is .* got 'long'"),
-        ({"lengths": ["100x"]}, EvaluationError, "3049 tokens, too few for a window of 6400"),
+        ({"lengths": ["100x"]}, ModelError, "3049 tokens, too few for a window of 6400"),
         ({"tokens": 100}, ValueError, "tokens must be at least 128"),
     ],
 )

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from mosar import attention as attention_module
+from mosar.errors import ModelError
 from mosar.evaluation import perplexity, validation_text
-from mosar.evaluation.errors import EvaluationError
 from mosar.evaluation.perplexity import evaluate_length
 from mosar.evaluation.validation_text import ValidationText
 from mosar.geometries import mosar as mosar_geometry
@@ -180,5 +180,5 @@ def test_a_loss_that_is_not_a_number_is_said(loaded):
     made = loaded()
     with torch.no_grad():
         made.decoder.norm.weight.fill_(math.nan)
-    with pytest.raises(EvaluationError, match=r"is nan at length 64 with routing soft"):
+    with pytest.raises(ModelError, match=r"is nan at length 64 with routing soft"):
         measure(made, 64)

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from mosar.data.errors import DataError
 from mosar.data.prepare import prepare
+from mosar.errors import DataError, ModelError
 from mosar.evaluation import validation_text as text_module
-from mosar.evaluation.errors import EvaluationError
 from mosar.evaluation.validation_text import ValidationText
 
 
@@ -55,9 +54,9 @@ def test_documents_follow_the_windows(loaded):
 
 
 def test_too_long_or_too_few(loaded):
-    with pytest.raises(EvaluationError, match=r"3049 tokens, too few for a window of 4096 .*--len"):
+    with pytest.raises(ModelError, match=r"3049 tokens, too few for a window of 4096 .*--len"):
         ValidationText(loaded(), (64, 4096))
-    with pytest.raises(EvaluationError, match=r"a block of 6300, which windows of 63, 100 divide"):
+    with pytest.raises(ModelError, match=r"a block of 6300, which windows of 63, 100 divide"):
         ValidationText(loaded(), (63, 100))
     with pytest.raises(ValueError, match=r"^tokens must be at least 256, for a win.*; got 255"):
         ValidationText(loaded(), (64, 256), tokens=255)
@@ -79,7 +78,7 @@ def test_moved_data(loaded, dataset, tmp_path):
 def test_lost_data_asks_for_the_option(loaded, tmp_path, monkeypatch):
     lost = loaded()
     object.__setattr__(lost.config.data, "folder", str(tmp_path / "lost"))
-    with pytest.raises(EvaluationError, match=r"is not in .*lost any more; say where with --data"):
+    with pytest.raises(ModelError, match=r"is not in .*lost any more; say where with --data"):
         ValidationText(lost, (64,))
 
 
@@ -88,7 +87,7 @@ def test_other_and_damaged_data_is_refused(loaded, dataset, tmp_path):
     (tmp_path / "b.txt").write_text("And one more. " * 400)
     other = tmp_path / "other"
     prepare([str(tmp_path / "a.txt")], other, valid=[str(tmp_path / "b.txt")])
-    with pytest.raises(EvaluationError, match=r"other is not the data that .* --data"):
+    with pytest.raises(ModelError, match=r"other is not the data that .* --data"):
         ValidationText(loaded(), (64,), data=other)
     damaged = shutil.copytree(dataset, tmp_path / "damaged")
     tokens = np.fromfile(damaged / "valid.bin", dtype="<u2")

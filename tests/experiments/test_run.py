@@ -12,10 +12,11 @@ from typer.testing import CliRunner
 import processes
 from mosar.cli import app
 from mosar.data.prepare import prepare
+from mosar.errors import TrainingError
 from mosar.experiments import run as experiment_run
 from mosar.experiments import work
 from mosar.experiments.command import run_reproduce_command
-from mosar.experiments.run import ExperimentError, run_experiment
+from mosar.experiments.run import run_experiment
 from mosar.experiments.settings import Axis, ExperimentSettings
 from mosar.experiments.work import duration_text
 from mosar.geometries import VARIANTS
@@ -23,7 +24,6 @@ from mosar.records import EvaluationRecord, TrainingRecord, read_records
 from mosar.report.comparison import Comparison
 from mosar.report.experiment import load_experiment
 from mosar.training.config import PRESETS
-from mosar.training.errors import TrainingError
 from mosar.training.run_folder import locked, read_metrics
 
 STEPS = 6
@@ -176,14 +176,14 @@ def test_other_data_is_refused(small, dataset, tmp_path):
     before = (out / "experiment.json").read_bytes()
     refused = r"holds an experiment on other data than .*other: .* another --out"
     for variants in (("rope",), ("alibi",)):
-        with pytest.raises(ExperimentError, match=refused):
+        with pytest.raises(TrainingError, match=refused):
             run(small(*variants, data=other), out)
     assert (out / "experiment.json").read_bytes() == before
     # A folder that does not say so is known by its records.
     asked = json.loads(before)
     assert len(asked.pop("data_fingerprint")) == 64
     (out / "experiment.json").write_text(json.dumps(asked))
-    with pytest.raises(ExperimentError, match=refused):
+    with pytest.raises(TrainingError, match=refused):
         run(small("rope", data=other), out)
 
 
@@ -247,7 +247,7 @@ def test_along_an_axis(small, tmp_path):
 )
 def test_another_experiment_in_the_folder(small, tmp_path, changed, said):
     run(small("rope"), tmp_path / "e")
-    with pytest.raises(ExperimentError, match=said):
+    with pytest.raises(TrainingError, match=said):
         run(small("rope", **changed), tmp_path / "e")
 
 
@@ -255,7 +255,7 @@ def test_a_damaged_record_is_named(small, tmp_path):
     run(small("rope"), tmp_path / "e")
     path = tmp_path / "e" / "records" / "rope-seed0.jsonl"
     path.write_bytes(path.read_bytes()[:-40])
-    with pytest.raises(ExperimentError, match=r"rope-seed0.jsonl, line 3: .*remove the file"):
+    with pytest.raises(TrainingError, match=r"rope-seed0.jsonl, line 3: .*remove the file"):
         run(small("rope"), tmp_path / "e")
 
 

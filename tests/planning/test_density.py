@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mosar import MoSARConfig, build_hard_domain
+from mosar.errors import PlanError
 from mosar.planning.density import (
     DensityCurve,
     constant_curve,
@@ -21,7 +22,6 @@ from mosar.planning.density import (
     outer,
     packaged_curves,
 )
-from mosar.planning.errors import PlanError
 from mosar.report.paper import paper
 
 RESULTS = Path(__file__).parents[2] / "results" / "small"

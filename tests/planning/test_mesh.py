@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mosar.errors import PlanError
 from mosar.model.parameters import parameter_parts
 from mosar.planning.communication import data_bytes, shard_bytes, tensor_bytes
-from mosar.planning.errors import PlanError
 from mosar.planning.mesh import fitting_meshes
 from mosar.planning.parameters import tensor_part
 from mosar.planning.plan import PEAK, make_plan

@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
+from mosar.errors import NonFiniteError, TrainingError
 from mosar.geometries import VARIANTS
 from mosar.training import learner as learner_module
 from mosar.training.batches import Batches
-from mosar.training.errors import NonFiniteError, TrainingError
 from mosar.training.learner import Learner, evaluate, update
 from mosar.training.loop import train
 from mosar.training.run_folder import read_metrics

@@ -10,10 +10,10 @@ import threading
 
 import pytest
 
+from mosar.errors import TrainingError, TrainingInterrupted
 from mosar.files import sealed
 from mosar.training import checkpoints, loop
 from mosar.training.distributed.consolidate import consolidate
-from mosar.training.errors import TrainingError, TrainingInterrupted
 from mosar.training.loop import train
 from mosar.training.run_folder import MetricsFile, read_metrics
 from training.runs import assert_same_run, leftovers, lines, saved_config, steps, tensors

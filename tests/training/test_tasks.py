@@ -9,10 +9,10 @@ import torch.nn.functional as F
 
 from mosar.data.config import DataConfig
 from mosar.data.tasks import TASKS
+from mosar.errors import TrainingError
 from mosar.model.decoder import Decoder
 from mosar.training.batches import TaskBatches, open_batches
 from mosar.training.config import RunConfig, resolve_config
-from mosar.training.errors import TrainingError
 from mosar.training.loop import train
 from mosar.training.objective import Objective
 from mosar.training.run_folder import read_metrics

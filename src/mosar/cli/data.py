@@ -65,10 +65,9 @@ def prepare(
     Example: mosar prepare --check data/stdlib
     """
     with one_line_errors():
-        from mosar.data.errors import DataError
         from mosar.data.prepare import prepare_command
 
-        with reported(DataError), interruptible("stopped; nothing was left behind"):
+        with reported(), interruptible("stopped; nothing was left behind"):
             prepare_command(
                 sources or (),
                 out,

@@ -113,9 +113,7 @@ def evaluate(
     Example: mosar evaluate runs/smollm2 --lengths 2048,8192 --baseline-windows 128,512,1088
     """
     with one_line_errors():
-        from mosar.data.errors import DataError
         from mosar.evaluation.command import run_evaluate_command
-        from mosar.evaluation.errors import EvaluationError
 
         use_threads(threads)
         if (run / "adapter.json").is_file():
@@ -129,7 +127,7 @@ def evaluate(
             return
         own = {"--documents": documents, "--baseline-windows": baseline_windows, "--timing": timing}
         _refuse_options(own, "is for retrofitted models")
-        with reported(DataError, EvaluationError), interruptible(KEPT):
+        with reported(), interruptible(KEPT):
             run_evaluate_command(
                 run,
                 lengths=listed(lengths),
@@ -217,15 +215,12 @@ def reproduce(
     Example: mosar reproduce --variants mosar --grid attention.barrier=4,6,8 --out runs/barrier
     """
     with one_line_errors():
-        from mosar.data.errors import DataError
         from mosar.experiments.command import run_reproduce_command
-        from mosar.experiments.run import ExperimentError
         from mosar.experiments.work import count_cells
-        from mosar.training.errors import TrainingError
 
         use_threads(threads)
         with (
-            reported(DataError, ExperimentError, TrainingError),
+            reported(),
             interruptible(
                 "stopped; the same command goes on",
                 "stopped and saved; the same command goes on",
@@ -287,14 +282,14 @@ def report(
 def _show_report(folder: Path, out: Path | None) -> None:
     """Writes the report of an experiment folder; prints its main table and its path."""
     try:
-        from mosar.report.experiment import ReportError, load_experiment
+        from mosar.report.experiment import load_experiment
         from mosar.report.terminal import main_table_renderable
         from mosar.report.write import write_report
     except ModuleNotFoundError as error:
         raise without_matplotlib(error) from None
     from rich.console import Console
 
-    with reported(ReportError):
+    with reported():
         page = write_report(folder, out)
         experiment = load_experiment(folder)
     console = Console()

@@ -18,6 +18,7 @@ from mosar.cli.shared import (
     reported,
     use_threads,
 )
+from mosar.errors import MosarError
 
 
 @app.command("generate")
@@ -84,7 +85,6 @@ def generate(
     """
     with one_line_errors():
         from mosar.generation.command import run_generate_command
-        from mosar.generation.source import GenerationError
 
         use_threads(threads)
         try:
@@ -102,7 +102,7 @@ def generate(
                 echo=echo,
                 stats=stats,
             )
-        except GenerationError as error:
+        except MosarError as error:
             raise CommandFailed(str(error)) from None
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
@@ -186,8 +186,8 @@ def import_(
 def _hf_errors() -> Iterator[None]:
     """What goes wrong with a model of transformers, as the command line says it."""
     try:
-        from mosar.integrations.hf.errors import ModelFolderError
+        import mosar.integrations.hf  # noqa: F401
     except ModuleNotFoundError as error:
         raise CommandFailed(str(error)) from None
-    with reported(ModelFolderError):
+    with reported():
         yield

@@ -110,10 +110,9 @@ def plan(
         import json
 
         from mosar.planning.command import plan_command
-        from mosar.planning.errors import PlanError
 
         suffix = None if plot is None else figure_suffix("--plot", plot)
-        with reported(PlanError):
+        with reported():
             made = plan_command(
                 preset=preset,
                 variant=variant,

@@ -101,13 +101,9 @@ def retrofit(
     Example: mosar retrofit models/mine --out runs/try --length 1024 --steps 10 --no-evaluate
     """
     with one_line_errors():
-        from mosar.data.errors import DataError
-        from mosar.training.errors import TrainingError
-
         geometry = None if config is None else load_config(config, None)
         try:
             from mosar.integrations.retrofit.command import resolve_settings, run_retrofit_command
-            from mosar.integrations.retrofit.errors import RetrofitError
         except ModuleNotFoundError as error:
             if (error.name or "").partition(".")[0] != "transformers":
                 raise
@@ -115,7 +111,7 @@ def retrofit(
                 'retrofitting needs transformers, which is not installed: pip install "mosar[hf]"'
             ) from None
         use_threads(threads)
-        with reported(DataError, RetrofitError, TrainingError), interruptible("stopped"):
+        with reported(), interruptible("stopped"):
             named = resolve_settings(target_density, length, steps, changes or [])
             run_retrofit_command(
                 model,
@@ -147,10 +143,8 @@ def evaluate_retrofitted(
     progress: bool,
 ) -> None:
     """What `mosar evaluate` does with a folder of `mosar retrofit`."""
-    from mosar.data.errors import DataError
-    from mosar.integrations.retrofit.errors import RetrofitError
 
-    with reported(DataError, RetrofitError):
+    with reported():
         from mosar.integrations.retrofit.command import run_evaluate_retrofitted
 
         run_evaluate_retrofitted(

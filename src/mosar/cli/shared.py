@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mosar.files import DamagedFile, replace_synced
+from mosar.errors import MosarError, TrainingInterrupted
+from mosar.files import replace_synced
 
 if TYPE_CHECKING:
     from mosar.core.config import MoSARConfig
@@ -37,7 +38,7 @@ def reported(*failures: type[Exception]) -> Iterator[None]:
     """`failures` and files that cannot be used as one line; other wrong values as wrong usage."""
     try:
         yield
-    except (*failures, DamagedFile) as error:
+    except (*failures, MosarError) as error:
         if getattr(error, "reported_by_peer", False):
             raise typer.Exit(1) from None
         raise CommandFailed(str(error)) from None
@@ -54,8 +55,6 @@ def interruptible(stopped: str, saved: str | None = None) -> Iterator[None]:
 
     `stopped` is said where nothing was saved; `saved`, by default what the run says, where it was.
     """
-    from mosar.training.errors import TrainingInterrupted
-
     try:
         yield
     except TrainingInterrupted as error:

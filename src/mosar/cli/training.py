@@ -67,12 +67,10 @@ def train(
     Example: mosar train --variant rope --preset smoke --out runs/try --set train.steps=60
     """
     with one_line_errors():
-        from mosar.data.errors import DataError
         from mosar.training.command import choose_config, run_train_command
-        from mosar.training.errors import TrainingError
 
         use_threads(threads)
-        with reported(DataError, TrainingError), interruptible("stopped"):
+        with reported(), interruptible("stopped"):
             config = choose_config(out, variant, preset, data, changes or [])
             run_train_command(config, out, progress=progress, resume=resume)
 
@@ -95,8 +93,7 @@ def consolidate(
     """
     with one_line_errors():
         from mosar.training.distributed.consolidate import consolidate as make_plain
-        from mosar.training.errors import TrainingError
 
-        with reported(TrainingError), interruptible("stopped; nothing was left behind"):
+        with reported(), interruptible("stopped; nothing was left behind"):
             made = make_plain(run, out, step)
         typer.echo(f"{out}: step {made} of {run}")

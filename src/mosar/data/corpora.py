@@ -23,7 +23,7 @@ from mosar.data.documents import (
     parse_hf,
     text_document,
 )
-from mosar.data.errors import DataError
+from mosar.errors import DataError
 
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".py")
 LINES_SUFFIXES = (".jsonl", ".ndjson")

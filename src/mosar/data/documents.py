@@ -18,7 +18,7 @@ from io import BufferedIOBase
 from pathlib import Path
 from typing import Any
 
-from mosar.data.errors import DataError
+from mosar.errors import DataError
 from mosar.files import parse_json
 
 PIECE_LENGTH = 1 << 18

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mosar.data.errors import DataError
+from mosar.errors import DataError
 from mosar.files import file_checksum, parse_json, sealed, unsealed
 from mosar.version import __version__
 

@@ -14,7 +14,6 @@ from typing import Any
 
 from mosar.data.corpora import Source, find_source, read_documents, total_bytes
 from mosar.data.documents import Document, ReadReport, parse_hf
-from mosar.data.errors import DataError
 from mosar.data.manifest import (
     MANIFEST,
     SPLITS,
@@ -30,6 +29,7 @@ from mosar.data.packing import SplitWriter, pack
 from mosar.data.progress import Display
 from mosar.data.staging import staged_folder
 from mosar.data.tokenizer import ByteTokenizer, Tokenizer, parse_bpe, read_tokenizer, train_bpe
+from mosar.errors import DataError
 from mosar.files import file_checksum, write_synced
 
 SAMPLE_CHARACTERS = 1 << 27

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from mosar.data.errors import DataError
+from mosar.errors import DataError
 from mosar.files import make_folder, sync
 
 

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mosar.data.errors import DataError
 from mosar.data.manifest import SPLITS, Manifest, documents_file, tokens_file
+from mosar.errors import DataError
 
 VERIFY_LIMIT = 2 << 30
 """Bytes of tokens up to which `verify=None` reads them all: a second or two."""

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mosar.data.errors import DataError
 from mosar.data.manifest import MANIFEST, TOKENIZER, Manifest, TokenizerEntry
+from mosar.errors import DataError
 
 END_OF_TEXT = "<|endoftext|>"
 # What the end of a document is called in the tokenizer files of others.

@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from mosar.errors import ModelError
 from mosar.evaluation.choices import check_routings, parse_lengths
-from mosar.evaluation.errors import EvaluationError
 from mosar.evaluation.loaded_run import LoadedRun
 from mosar.evaluation.perplexity import evaluate_length
 from mosar.evaluation.progress import length_progress, say
@@ -43,7 +43,7 @@ def evaluate(
     "native" for variants without routers; by default all there are. step: a checkpoint, by default
     the newest. data: where the data of the run lies now. tokens: how many are predicted at each
     length, less where the split is shorter. force: compute what is there again. cell: what the
-    records say they belong to. An EvaluationError or DataError says what is wrong with the run or
+    records say they belong to. A ModelError or DataError says what is wrong with the run or
     its data, a ValueError what is wrong with the arguments.
     """
     run = Path(run)
@@ -60,7 +60,7 @@ def evaluate(
         if data is not None:
             raise ValueError(f"{run} learnt the task {loaded.config.data.task}, which has no data")
         if task_fingerprint(loaded.config) != loaded.data_fingerprint:
-            raise EvaluationError(
+            raise ModelError(
                 f"{run} learnt {loaded.config.data.task} as another version of mosar makes it; "
                 "train it again"
             )
@@ -121,11 +121,11 @@ def _make_folder(run: Path) -> None:
     try:
         (run / EVALUATIONS).mkdir(exist_ok=True)
     except OSError as error:
-        raise EvaluationError(f"cannot write {run / EVALUATIONS}: {error.strerror}") from None
+        raise ModelError(f"cannot write {run / EVALUATIONS}: {error.strerror}") from None
 
 
 def _write(run: Path, record: Evaluation) -> None:
     try:
         write_evaluation(run, record)
     except OSError as error:
-        raise EvaluationError(f"cannot write {error.filename or run}: {error.strerror}") from None
+        raise ModelError(f"cannot write {error.filename or run}: {error.strerror}") from None

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import torch
 
-from mosar.data.errors import DataError
 from mosar.data.manifest import Manifest
 from mosar.data.tokenizer import Tokenizer, load_tokenizer
-from mosar.evaluation.errors import EvaluationError
+from mosar.errors import ModelError
 from mosar.geometries import Geometry
 from mosar.model.decoder import Decoder
 from mosar.records import Cell
@@ -23,7 +22,6 @@ from mosar.training.checkpoints import (
     read_checkpoint,
 )
 from mosar.training.config import RunConfig
-from mosar.training.errors import TrainingError
 from mosar.training.run_folder import (
     CHECKPOINTS,
     CONFIG,
@@ -49,27 +47,24 @@ class LoadedRun:
 
     @classmethod
     def open(cls, run: Path, step: int | None = None) -> LoadedRun:
-        """The checkpoint of `step`, by default the newest; an EvaluationError says what is wrong.
+        """The checkpoint of `step`, by default the newest; an error says what is wrong.
 
         The folder is only read: another process may be training into it.
         """
         if not run.is_dir():
-            raise EvaluationError(f"there is no run folder {run}; make one with mosar train")
+            raise ModelError(f"there is no run folder {run}; make one with mosar train")
         if not has_run(run):
-            raise EvaluationError(
+            raise ModelError(
                 f"{run} is no run folder: it has no {CONFIG}; give a folder made by mosar train"
             )
-        try:
-            config, fingerprint = read_config(run), read_data_fingerprint(run)
-            checkpoint = _read(run, step)
-            if checkpoint.state.get("config_hash") != config.fingerprint():
-                raise EvaluationError(
-                    f"{checkpoint.path} does not belong to the configuration in {run / CONFIG}"
-                )
-            decoder = Decoder(config.model, config.attention)
-            load_parameters(decoder, checkpoint)
-        except TrainingError as error:
-            raise EvaluationError(str(error)) from None
+        config, fingerprint = read_config(run), read_data_fingerprint(run)
+        checkpoint = _read(run, step)
+        if checkpoint.state.get("config_hash") != config.fingerprint():
+            raise ModelError(
+                f"{checkpoint.path} does not belong to the configuration in {run / CONFIG}"
+            )
+        decoder = Decoder(config.model, config.attention)
+        load_parameters(decoder, checkpoint)
         decoder.to(_device(config.train.device)).eval().requires_grad_(False)
         checksum = checkpoint.model_checksum
         return cls(run, config, fingerprint, checkpoint.step, checksum, decoder)
@@ -77,23 +72,20 @@ class LoadedRun:
     def open_tokenizer(self, data: Path | None = None) -> tuple[Manifest, Tokenizer]:
         """The manifest and the tokenizer of its dataset, or of a copy of it in `data`.
 
-        An EvaluationError where that is not there, or holds something else.
+        An error where that is not there, or holds something else.
         """
         folder = Path(self.config.data.folder) if data is None else data
         if data is None and not folder.is_dir():
-            raise EvaluationError(
+            raise ModelError(
                 f"the data of {self.run} is not in {folder} any more; say where: --data"
             )
-        try:
-            manifest = Manifest.read(folder)
-            if data_fingerprint(manifest) != self.data_fingerprint:
-                raise EvaluationError(
-                    f"{folder} is not the data that {self.run} was trained on: its contents "
-                    "differ; give the folder it was trained on, or a copy, with --data"
-                )
-            return manifest, load_tokenizer(folder)
-        except DataError as error:
-            raise EvaluationError(str(error)) from None
+        manifest = Manifest.read(folder)
+        if data_fingerprint(manifest) != self.data_fingerprint:
+            raise ModelError(
+                f"{folder} is not the data that {self.run} was trained on: its contents differ; "
+                "give the folder it was trained on, or a copy, with --data"
+            )
+        return manifest, load_tokenizer(folder)
 
     @property
     def train_length(self) -> int:
@@ -124,9 +116,9 @@ def _read(run: Path, step: int | None) -> Checkpoint:
     folder = run / CHECKPOINTS
     steps = list_steps(folder)
     if not steps:
-        raise EvaluationError(f"{run} has no checkpoint yet; go on with: mosar train --out {run}")
+        raise ModelError(f"{run} has no checkpoint yet; go on with: mosar train --out {run}")
     if step is not None and step not in steps:
-        raise EvaluationError(f"{run} has no checkpoint of step {step}; there are {_listed(steps)}")
+        raise ModelError(f"{run} has no checkpoint of step {step}; there are {_listed(steps)}")
     chosen = steps[-1] if step is None else step
     try:
         return read_checkpoint(folder, chosen)
@@ -134,7 +126,7 @@ def _read(run: Path, step: int | None) -> Checkpoint:
         others = [other for other in steps if other != chosen and _is_whole(folder, other)]
         alone = "it is the only one" if len(steps) == 1 else "no other one is whole"
         advice = f"others are there for --step: {_listed(others)}" if others else alone
-        raise EvaluationError(
+        raise ModelError(
             f"the checkpoint of step {chosen} in {run} is damaged ({error}); {advice}"
         ) from None
 

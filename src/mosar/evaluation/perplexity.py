@@ -17,8 +17,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from mosar.errors import ModelError
 from mosar.evaluation.discarded_mass import MassTally, watching
-from mosar.evaluation.errors import EvaluationError
 from mosar.evaluation.loaded_run import LoadedRun
 from mosar.evaluation.losses import LossTally, token_losses
 from mosar.evaluation.routing import RoutingTally
@@ -140,7 +140,7 @@ def _record(
 ) -> EvaluationRecord:
     loss, routed = tally.loss, tally.routing
     if not math.isfinite(loss.mean):
-        raise EvaluationError(
+        raise ModelError(
             f"the loss of {loaded.run} is {loss.mean} at length {length} with routing {routing}"
         )
     layer_density = tally.pairs.layer_density

@@ -20,7 +20,7 @@ from torch import Tensor
 from mosar.data.config import DataConfig
 from mosar.data.manifest import MANIFEST
 from mosar.data.stream import TokenStream
-from mosar.evaluation.errors import EvaluationError
+from mosar.errors import ModelError
 from mosar.evaluation.loaded_run import LoadedRun
 from mosar.training.batches import data_fingerprint
 from mosar.training.config import RunConfig
@@ -39,11 +39,11 @@ def default_tokens(config: RunConfig) -> int:
 def check_blocks(
     stream: TokenStream, lengths: Sequence[int], tokens: int, name: str = "tokens"
 ) -> int:
-    """The length of a block; an EvaluationError where the split holds none, a ValueError where
+    """The length of a block; a ModelError where the split holds none, a ValueError where
     `tokens`, which is called `name`, are fewer than one."""
     block = math.lcm(*lengths)
     if stream.num_windows(block) < 1:
-        raise EvaluationError(
+        raise ModelError(
             f"the validation split in {stream.folder} has {stream.num_tokens} tokens, too few for "
             f"{_names(lengths, block)} (and one token more); give other --lengths"
         )
@@ -98,13 +98,13 @@ def _open_stream(loaded: LoadedRun, data: Path | None) -> TokenStream:
     """The validation split of the data that the run was trained on, wherever it lies now."""
     folder = Path(loaded.config.data.folder if data is None else data)
     if data is None and not (folder / MANIFEST).exists():
-        raise EvaluationError(
+        raise ModelError(
             f"the data of {loaded.run} is not in {folder} any more; say where with --data"
         )
     # Altered tokens would be evaluated in silence: checksums are compared up to a size.
     stream = TokenStream(folder, "valid", verify=None)
     if data_fingerprint(stream.manifest) != loaded.data_fingerprint:
-        raise EvaluationError(
+        raise ModelError(
             f"{folder} is not the data that {loaded.run} was trained on: its contents differ; "
             "give the folder it was trained on, or a copy, with --data"
         )

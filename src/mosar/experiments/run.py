@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mosar.data.manifest import Manifest
+from mosar.errors import TrainingError, TrainingInterrupted
 from mosar.evaluation.evaluate import evaluate
 from mosar.experiments.progress import CellReporter, Display
 from mosar.experiments.record import training_record
@@ -33,16 +34,11 @@ from mosar.files import parse_json, replace_synced
 from mosar.records import Cell, Record, TrainingRecord, environment, read_records, record_line
 from mosar.training.batches import data_fingerprint
 from mosar.training.checkpoints import list_steps
-from mosar.training.errors import TrainingInterrupted
 from mosar.training.loop import train
 from mosar.training.run_folder import CHECKPOINTS, foreign_file, has_run, locked
 
 CELLS, RECORDS, FAILURES, ASKED = "cells", "records", "failures", "experiment.json"
 SCHEMA_VERSION = 1
-
-
-class ExperimentError(RuntimeError):
-    """An experiment that cannot start or go on; its text is one line."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +56,7 @@ def run_experiment(
 ) -> ExperimentResult:
     """Runs what is missing of the experiment in `out`.
 
-    An ExperimentError says why it cannot start; TrainingInterrupted and KeyboardInterrupt stop it,
+    A TrainingError says why it cannot start; TrainingInterrupted and KeyboardInterrupt stop it,
     and the same call goes on. A folder may grow: the same settings with other variants, more seeds
     or an axis add cells.
     """
@@ -72,7 +68,7 @@ def run_experiment(
             _open(settings, out)
             return _run(settings, out, progress)
     except OSError as error:
-        raise ExperimentError(f"{error.filename or out}: {error.strerror or error}") from None
+        raise TrainingError(f"{error.filename or out}: {error.strerror or error}") from None
 
 
 def _refuse_foreign(out: Path) -> None:
@@ -81,7 +77,7 @@ def _refuse_foreign(out: Path) -> None:
     other = foreign_file(out, (CELLS, RECORDS, FAILURES))
     if other is not None:
         what = "holds a run" if has_run(out) else f"is no experiment, and holds {other}"
-        raise ExperimentError(f"{out} {what}; give another --out")
+        raise TrainingError(f"{out} {what}; give another --out")
 
 
 def _run(settings: ExperimentSettings, out: Path, progress: bool) -> ExperimentResult:
@@ -154,10 +150,10 @@ def is_finished(settings: ExperimentSettings, cell: Cell, out: Path) -> bool:
     try:
         records = read_records(path)
     except ValueError as error:
-        raise ExperimentError(str(error)) from None
+        raise TrainingError(str(error)) from None
     trained = next((record for record in records if isinstance(record, TrainingRecord)), None)
     if trained is None or trained.cell != cell:
-        raise ExperimentError(f"{path} does not hold the records of {cell.name}; remove it")
+        raise TrainingError(f"{path} does not hold the records of {cell.name}; remove it")
     config = settings.config(cell)
     asked = replace(config, data=replace(config.data, folder=trained.config["data"]["folder"]))
     differing = [
@@ -167,7 +163,7 @@ def is_finished(settings: ExperimentSettings, cell: Cell, out: Path) -> bool:
         if trained.config[section].get(key, value) != value
     ]
     if differing:
-        raise ExperimentError(
+        raise TrainingError(
             f"{out} holds {cell.name} of another configuration: {'; '.join(differing[:3])}; "
             "give another --out"
         )
@@ -203,10 +199,10 @@ def _open(settings: ExperimentSettings, out: Path) -> None:
             names = list(there["cells"])
             known = there.get("data_fingerprint")
         except (ValueError, KeyError, TypeError):
-            raise ExperimentError(f"{path} is not an experiment's; give another --out") from None
+            raise TrainingError(f"{path} is not an experiment's; give another --out") from None
         if differing:
             key = differing[0]
-            raise ExperimentError(
+            raise TrainingError(
                 f"{out} holds an experiment with {key} {there[key]!r}, not {asked[key]!r}; give "
                 "another --out"
             )
@@ -228,7 +224,7 @@ def _check_data(
     settings: ExperimentSettings, out: Path, there: str | None, now: str | None
 ) -> None:
     if there != now:
-        raise ExperimentError(
+        raise TrainingError(
             f"{out} holds an experiment on other data than {settings.data}: the contents differ; "
             "give the --data it was made with, or another --out"
         )

@@ -13,8 +13,8 @@ from typing import Any
 from mosar.data.manifest import Manifest
 from mosar.data.stream import TokenStream
 from mosar.data.tasks import TASKS
+from mosar.errors import ModelError
 from mosar.evaluation.choices import parse_lengths
-from mosar.evaluation.errors import EvaluationError
 from mosar.evaluation.retrieval import check_questions
 from mosar.evaluation.validation_text import check_blocks, default_tokens
 from mosar.geometries import PAPER_VARIANTS, VARIANTS
@@ -165,7 +165,7 @@ class ExperimentSettings:
         try:
             valid = TokenStream(self.data, "valid", verify=False)
             check_blocks(valid, sizes, tokens, "eval_tokens")
-        except EvaluationError as error:
+        except ModelError as error:
             raise ValueError(str(error)) from None
 
     def shared(self) -> dict[str, Any]:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from mosar.attention import ROUTINGS
 from mosar.core.hard_domain import build_hard_domain
-from mosar.generation.source import GenerationError, Source
+from mosar.errors import ModelError
+from mosar.generation.source import Source
 from mosar.model.label_log import LabelLog
 
 DENSE = "dense"
@@ -25,20 +26,20 @@ def open_retrofitted(folder: Path, routing: str | None) -> Source:
     if chosen not in known:
         raise ValueError(f"routing must be one of {', '.join(known)}; got {chosen!r}")
     try:
-        from mosar.integrations.retrofit import RetrofitError, load_retrofitted
+        from mosar.integrations.retrofit import load_retrofitted
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "transformers":
             raise
-        raise GenerationError(
+        raise ModelError(
             'a retrofitted model needs transformers: pip install "mosar[hf]"'
         ) from None
     try:
         attached = load_retrofitted(folder)
-    except (RetrofitError, OSError) as error:
-        raise GenerationError(" ".join(str(error).split())) from None
+    except OSError as error:
+        raise ModelError(" ".join(str(error).split())) from None
     tokenizer = attached.tokenizer
     if tokenizer is None:
-        raise GenerationError(f"the base model of {folder} has no tokenizer beside it")
+        raise ModelError(f"the base model of {folder} has no tokenizer beside it")
     attached.set_routing(chosen)
     attached.model.eval()
     end = tokenizer.eos_token_id

@@ -9,11 +9,10 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from mosar.data.errors import DataError
 from mosar.data.manifest import TOKENIZER
 from mosar.data.tokenizer import read_tokenizer
+from mosar.errors import ModelError
 from mosar.evaluation.choices import check_routings
-from mosar.evaluation.errors import EvaluationError
 from mosar.evaluation.loaded_run import LoadedRun
 from mosar.files import parse_json
 from mosar.geometries import Geometry, operator_routing
@@ -21,10 +20,6 @@ from mosar.model.decoder import Decoder
 from mosar.model.generation import DecoderReader
 
 CONFIG, ADAPTER = "config.json", "adapter.json"
-
-
-class GenerationError(RuntimeError):
-    """Something about a model that its owner can act on; its text is one line."""
 
 
 class MeasuredReader(Protocol):
@@ -61,13 +56,13 @@ def open_source(
     step: int | None = None,
     data: Path | None = None,
 ) -> Source:
-    """The model in `folder`, which may be any of the three kinds; a GenerationError says why not.
+    """The model in `folder`, which may be any of the three kinds; a ModelError says why not.
 
     routing: by default sparse where there are routers. step and data are for run folders: which
     checkpoint, and where the dataset (it has the tokenizer) lies now.
     """
     if not folder.is_dir():
-        raise GenerationError(f"there is no folder {folder}; make one with mosar train or export")
+        raise ModelError(f"there is no folder {folder}; make one with mosar train or export")
     adapter = (folder / ADAPTER).exists()
     values = {} if adapter else _read_config(folder)
     # A run folder's configuration carries its schema, those of transformers a model_type.
@@ -82,7 +77,7 @@ def open_source(
         return open_retrofitted(folder, routing)
     if values.get("model_type") == "mosar":
         return _open_exported(folder, routing)
-    raise GenerationError(
+    raise ModelError(
         f"{folder} holds a model of type {values.get('model_type')!r} without routers; mosar "
         "retrofit makes some for it"
     )
@@ -93,53 +88,42 @@ def _read_config(folder: Path) -> dict[str, Any]:
     try:
         values = parse_json(path.read_bytes())
     except FileNotFoundError:
-        raise GenerationError(
+        raise ModelError(
             f"{folder} holds no model: it has no {CONFIG}; give a run folder of mosar train, a "
             "folder of mosar export, or a retrofitted model"
         ) from None
     except OSError as error:
-        raise GenerationError(f"cannot read {path}: {error.strerror}") from None
+        raise ModelError(f"cannot read {path}: {error.strerror}") from None
     except ValueError:
         values = None
     if not isinstance(values, dict):
-        raise GenerationError(f"{path} is damaged: it is not a JSON object")
+        raise ModelError(f"{path} is damaged: it is not a JSON object")
     return values
 
 
 def _open_run(folder: Path, routing: str | None, step: int | None, data: Path | None) -> Source:
-    try:
-        loaded = LoadedRun.open(folder, step)
-    except EvaluationError as error:
-        raise GenerationError(str(error)) from None
+    loaded = LoadedRun.open(folder, step)
     config = loaded.config
     if config.data.task != "text":
-        raise GenerationError(
+        raise ModelError(
             f"{folder} learnt the task {config.data.task}, not text; mosar evaluate asks it"
         )
-    try:
-        _, tokenizer = loaded.open_tokenizer(data)
-    except EvaluationError as error:
-        raise GenerationError(str(error)) from None
+    _, tokenizer = loaded.open_tokenizer(data)
     return _source(loaded.decoder, tokenizer, routing, loaded.cell.variant)
 
 
 def _open_exported(folder: Path, routing: str | None) -> Source:
     try:
-        from mosar.integrations.hf.errors import ModelFolderError
         from mosar.integrations.hf.folders import load_model
     except ModuleNotFoundError as error:
-        raise GenerationError(str(error)) from None
-    try:
-        model = load_model(folder)
-        if not (folder / TOKENIZER).exists():
-            raise GenerationError(
-                f"{folder} has no {TOKENIZER}: models that learnt a task have none, and text needs "
-                "one"
-            )
-        tokenizer = read_tokenizer(folder, _end_of_text(folder))
-        decoder = model.to_decoder().requires_grad_(False)
-    except (ModelFolderError, DataError) as error:
-        raise GenerationError(str(error)) from None
+        raise ModelError(str(error)) from None
+    model = load_model(folder)
+    if not (folder / TOKENIZER).exists():
+        raise ModelError(
+            f"{folder} has no {TOKENIZER}: models that learnt a task have none, and text needs one"
+        )
+    tokenizer = read_tokenizer(folder, _end_of_text(folder))
+    decoder = model.to_decoder().requires_grad_(False)
     return _source(decoder, tokenizer, routing, decoder.attention_config.geometry)
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from mosar.errors import PlanError
 from mosar.planning.density import (
     DensityCurve,
     constant_curve,
     curves_from_records,
     packaged_curves,
 )
-from mosar.planning.errors import PlanError
 from mosar.planning.plan import Plan, make_plan
 from mosar.training.config import RunConfig, resolve_config
 

@@ -22,12 +22,11 @@ from typing import Any
 
 from mosar.core.config import MoSARConfig
 from mosar.core.regimes import support_reach
+from mosar.errors import PlanError, TrainingError
 from mosar.evaluation.store import EVALUATIONS
-from mosar.planning.errors import PlanError
 from mosar.planning.lines import Basis
 from mosar.records import EvaluationRecord, Record, TrainingRecord, read_records
 from mosar.training.config import RunConfig
-from mosar.training.errors import TrainingError
 from mosar.training.run_folder import METRICS, read_config
 
 Matrix = tuple[tuple[float, ...], ...]

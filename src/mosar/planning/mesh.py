@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from math import isqrt
 
+from mosar.errors import PlanError
 from mosar.geometries import AttentionConfig
 from mosar.model.config import ModelConfig
-from mosar.planning.errors import PlanError
 from mosar.training.distributed.mesh import Mesh, split_obstacle
 
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mosar.errors import PlanError
 from mosar.planning import flops, memory
 from mosar.planning.density import DensityCurve
-from mosar.planning.errors import PlanError
 from mosar.planning.lines import BASES, Basis, Line, say
 from mosar.planning.mesh import fitting_meshes
 from mosar.planning.sections import PEAK, Batch, Case, density, every_line

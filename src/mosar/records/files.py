@@ -6,7 +6,8 @@ import json
 import os
 from pathlib import Path
 
-from mosar.files import LINE_DIGITS, DamagedFile, parse_json, sealed, unsealed
+from mosar.errors import DamagedFile
+from mosar.files import LINE_DIGITS, parse_json, sealed, unsealed
 from mosar.records.benchmarks import (
     AttentionBenchmark,
     DecodeBenchmark,

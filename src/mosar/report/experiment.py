@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mosar.errors import ReportError
 from mosar.files import parse_json
 from mosar.records import (
     AttentionBenchmark,
@@ -28,10 +29,6 @@ from mosar.records import (
     read_records,
 )
 from mosar.report.checks import check_record
-
-
-class ReportError(Exception):
-    """A report that cannot be made; one line says why."""
 
 
 @dataclass(frozen=True, kw_only=True)

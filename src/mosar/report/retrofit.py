@@ -14,7 +14,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from mosar.files import DamagedFile, parse_json, unsealed
+from mosar.errors import DamagedFile
+from mosar.files import parse_json, unsealed
 from mosar.records import RetrofitEvaluation, RetrofitSpeed, read_records
 from mosar.report.markup import markdown
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from mosar.data.manifest import SPLITS, Manifest
 from mosar.data.stream import TokenStream, batch_indices
 from mosar.data.tasks import TASKS, VERSION, make_windows
+from mosar.errors import TrainingError
 from mosar.training.config import RunConfig
 from mosar.training.distributed.share import WHOLE, Share
-from mosar.training.errors import TrainingError
 
 Batch = tuple[Tensor, Tensor | None]
 """Tokens [B, N + 1] and document numbers [B, N] (None: attention crosses documents)."""

@@ -25,6 +25,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from mosar.errors import TrainingError
 from mosar.files import (
     checksum,
     file_checksum,
@@ -36,7 +37,6 @@ from mosar.files import (
     write_synced,
 )
 from mosar.training.distributed.shards import OPTIMIZER_STATE, PARAMETERS, assemble, shards_of
-from mosar.training.errors import TrainingError
 
 SCHEMA_VERSION = 1
 MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"

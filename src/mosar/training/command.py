@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mosar.data.config import DataConfig
+from mosar.errors import TrainingError
 from mosar.training.config import RunConfig, changed_config, resolve_config
 from mosar.training.distributed.environment import launched
-from mosar.training.errors import TrainingError
 from mosar.training.loop import TrainResult, train
 from mosar.training.run_folder import has_run, read_config
 

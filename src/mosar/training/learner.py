@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from mosar.core.inputs import NotANumber
+from mosar.errors import NonFiniteError
 from mosar.model.decoder import Decoder
 from mosar.training.batches import Batches, TaskBatches
 from mosar.training.config import RunConfig
 from mosar.training.distributed.team import Team
-from mosar.training.errors import NonFiniteError
 from mosar.training.objective import Objective, Terms
 from mosar.training.precision import autocast
 from mosar.training.schedule import learning_rate

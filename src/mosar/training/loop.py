@@ -23,6 +23,12 @@ from typing import Any
 
 import torch
 
+from mosar.errors import (
+    LostProcessError,
+    NonFiniteError,
+    TrainingError,
+    TrainingInterrupted,
+)
 from mosar.model.parameters import parameter_parts, total
 from mosar.records import environment
 from mosar.training import checkpoints
@@ -31,12 +37,6 @@ from mosar.training.checkpoints import Checkpoint, DamagedCheckpoint
 from mosar.training.config import RunConfig
 from mosar.training.distributed.launch import open_team
 from mosar.training.distributed.team import Team, held_by_first
-from mosar.training.errors import (
-    LostProcessError,
-    NonFiniteError,
-    TrainingError,
-    TrainingInterrupted,
-)
 from mosar.training.learner import Learner, evaluate, update
 from mosar.training.precision import check_precision
 from mosar.training.progress import Reporter

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from mosar.training.errors import TrainingError
+from mosar.errors import TrainingError
 
 if TYPE_CHECKING:
     from mosar.training.config import TrainConfig

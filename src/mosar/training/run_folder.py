@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mosar.errors import TrainingError
 from mosar.files import (
     CHECKSUM,
     LINE_DIGITS,
@@ -29,7 +30,6 @@ from mosar.files import (
 from mosar.records import environment
 from mosar.training import checkpoints
 from mosar.training.config import NEUTRAL, ROUNDING, RunConfig
-from mosar.training.errors import TrainingError
 
 CONFIG, METRICS, CHECKPOINTS, LOCK = "config.json", "metrics.jsonl", "checkpoints", ".lock"
 SCHEMA_VERSION = 1

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from mosar.errors import TrainingError
 from mosar.training.config import RunConfig
-from mosar.training.errors import TrainingError
 
 FOLDER = "tensorboard"
 _ROLES = ("query", "key")

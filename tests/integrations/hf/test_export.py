@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 
 from mosar.cli import app
 from mosar.data.tokenizer import load_tokenizer
+from mosar.errors import ModelError
 from mosar.evaluation.loaded_run import LoadedRun
 from mosar.files import sealed
 from mosar.geometries import VARIANTS
 from mosar.integrations.hf import MosarForCausalLM
-from mosar.integrations.hf.errors import ModelFolderError
 from mosar.integrations.hf.export import export_run
 from mosar.integrations.hf.folders import load_model
 from mosar.integrations.hf.run_import import import_model
@@ -162,7 +162,7 @@ def test_an_imported_run_trains_on(run, dataset, tmp_path):
 
 def test_a_model_of_no_run_becomes_one(dataset, tmp_path):
     small_model(routing="sparse").save_pretrained(tmp_path / "model")
-    with pytest.raises(ModelFolderError, match="was not exported from a run: say with --data"):
+    with pytest.raises(ModelError, match="was not exported from a run: say with --data"):
         import_model(tmp_path / "model", tmp_path / "run")
     made = import_model(tmp_path / "model", tmp_path / "run", data=dataset)
     loaded = LoadedRun.open(made)
@@ -199,11 +199,11 @@ def test_an_altered_export_is_refused(run, bpe_dataset, tmp_path, name):
     message = rf"{name} is not what was exported: its checksum is wrong; export it again"
     if name == "config.json":
         message = rf"{message}|is no exported model"
-    with pytest.raises(ModelFolderError, match=message):
+    with pytest.raises(ModelError, match=message):
         import_model(folder, tmp_path / "again", data=bpe_dataset)
     assert not (tmp_path / "again").exists()
     path.unlink()
-    with pytest.raises(ModelFolderError, match=rf"{name} is missing|is no exported model"):
+    with pytest.raises(ModelError, match=rf"{name} is missing|is no exported model"):
         load_model(folder)
 
 
@@ -216,7 +216,7 @@ def test_weights_changed_on_purpose_are_loaded(run, dataset, tmp_path):
     model.save_pretrained(tmp_path / "other")
     load_model(tmp_path / "other")
     model.save_pretrained(folder)
-    with pytest.raises(ModelFolderError, match=r"or remove checksums\.json if it was changed on"):
+    with pytest.raises(ModelError, match=r"or remove checksums\.json if it was changed on"):
         load_model(folder)
     (folder / "checksums.json").unlink()
     load_model(folder)
@@ -242,7 +242,7 @@ def test_a_full_disk(run, bpe_dataset, tmp_path, room):
 def test_altered_metrics_are_not_exported(run, tmp_path):
     source = run()
     (source / "metrics.jsonl").write_text('{"step": 20, "split": "valid", "loss": 1\n')
-    with pytest.raises(ModelFolderError, match=r"metrics\.jsonl, line 1 or one before it is not"):
+    with pytest.raises(ModelError, match=r"metrics\.jsonl, line 1 or one before it is not"):
         export_run(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -252,35 +252,35 @@ def test_what_cannot_be_exported(run, dataset, bpe_dataset, tmp_path):
     for options, error, rule in (
         ({"dtype": "int8"}, ValueError, "dtype must be one of float32, bfloat16, float16"),
         ({"routing": "hard"}, ValueError, "routing must be one of"),
-        ({"step": 7}, ModelFolderError, "has no checkpoint of step 7; there are 20"),
-        ({"data": bpe_dataset}, ModelFolderError, "is not the data that"),
+        ({"step": 7}, ModelError, "has no checkpoint of step 7; there are 20"),
+        ({"data": bpe_dataset}, ModelError, "is not the data that"),
     ):
         with pytest.raises(error, match=rule):
             export_run(source, out, **options)
         assert not out.exists() and not list(tmp_path.glob(".out*"))
-    with pytest.raises(ModelFolderError, match="there is no run folder"):
+    with pytest.raises(ModelError, match="there is no run folder"):
         export_run(tmp_path / "none", out)
     moved = shutil.copytree(source, tmp_path / "moved")
     config = json.loads((moved / "config.json").read_text())
     config["data"]["folder"] = str(tmp_path / "gone")
     (moved / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelFolderError, match="any more; say where: --data"):
+    with pytest.raises(ModelError, match="any more; say where: --data"):
         export_run(moved, out)
     export_run(moved, out, data=dataset)
-    with pytest.raises(ModelFolderError, match="holds an exported model already; --force replaces"):
+    with pytest.raises(ModelError, match="holds an exported model already; --force replaces"):
         export_run(source, out)
     export_run(source, out, force=True)
     (out / "notes.txt").write_text("mine")
-    with pytest.raises(ModelFolderError, match=r"holds notes.txt, which no export wrote"):
+    with pytest.raises(ModelError, match=r"holds notes.txt, which no export wrote"):
         export_run(source, out, force=True)
     (out / "notes.txt").unlink()
     for force in (False, True):
         # --force would not help here, so it is not named.
-        with pytest.raises(ModelFolderError, match="an exported model; choose another --out"):
+        with pytest.raises(ModelError, match="an exported model; choose another --out"):
             export_run(source, moved, force=force)
-    with pytest.raises(ModelFolderError, match="is not the data that the run of"):
+    with pytest.raises(ModelError, match="is not the data that the run of"):
         import_model(out, tmp_path / "again", data=bpe_dataset)
-    with pytest.raises(ModelFolderError, match="is not empty"):
+    with pytest.raises(ModelError, match="is not empty"):
         import_model(out, moved)
 
 

@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from model.test_decoder import some_tokens
+from mosar.errors import ModelError
 from mosar.geometries import VARIANTS, AttentionConfig
 from mosar.integrations.hf import MosarDecoderConfig, MosarForCausalLM, MosarModel
-from mosar.integrations.hf.errors import ModelFolderError
 from mosar.integrations.hf.folders import load_model
 
 from .runs import assert_same_tensors, small_model
@@ -166,7 +166,7 @@ def test_a_head_of_its_own(tmp_path):
     MosarForCausalLM(config).save_pretrained(tmp_path)
     loaded = load_model(tmp_path)
     assert not torch.equal(loaded.lm_head.weight, loaded.decoder.embedding.weight)
-    with pytest.raises(ModelFolderError, match="tie_word_embeddings must be True"):
+    with pytest.raises(ModelError, match="tie_word_embeddings must be True"):
         loaded.to_decoder()
 
 
@@ -348,15 +348,15 @@ def test_wrong_calls_are_named():
 
 
 def test_folders_that_hold_no_model(tmp_path):
-    with pytest.raises(ModelFolderError, match="there is no folder"):
+    with pytest.raises(ModelError, match="there is no folder"):
         load_model(tmp_path / "none")
-    with pytest.raises(ModelFolderError, match="is no exported model"):
+    with pytest.raises(ModelError, match="is no exported model"):
         load_model(tmp_path)
     small_model().save_pretrained(tmp_path)
     weights, config = tmp_path / "model.safetensors", tmp_path / "config.json"
     whole, values = weights.read_bytes(), json.loads(config.read_text())
     weights.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ModelFolderError, match="cannot load"):
+    with pytest.raises(ModelError, match="cannot load"):
         load_model(tmp_path)
     weights.write_bytes(whole)
     for change, rule in (
@@ -365,7 +365,7 @@ def test_folders_that_hold_no_model(tmp_path):
         ({"routing": "hard"}, "routing must be one of"),
     ):
         config.write_text(json.dumps(values | change))
-        with pytest.raises(ModelFolderError, match=rule):
+        with pytest.raises(ModelError, match=rule):
             load_model(tmp_path)
 
 

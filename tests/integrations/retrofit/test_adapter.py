@@ -8,7 +8,8 @@ import torch
 
 import mosar
 from integrations.retrofit.models import GEOMETRY, scatter_choices, tiny_model, tokens
-from mosar.integrations.retrofit import RetrofitError, load_adapter, load_retrofitted
+from mosar.errors import ModelError
+from mosar.integrations.retrofit import load_adapter, load_retrofitted
 from mosar.integrations.retrofit.adapter import DESCRIPTION, WEIGHTS, read_description
 from mosar.integrations.retrofit.base_model import BaseIdentity, context_length, load_base
 
@@ -58,10 +59,10 @@ def test_the_base_model_is_found_again(tmp_path):
     source = read_description(tmp_path / "adapter")["base"]["source"]
     assert source == str(tmp_path / "base")
     assert BaseIdentity.of(loaded).checksum == BaseIdentity.of(model).checksum
-    with pytest.raises(RetrofitError, match="cannot load"):
+    with pytest.raises(ModelError, match="cannot load"):
         load_base(str(tmp_path / "missing"))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(RetrofitError, match=r"holds no config\.json and 0 GGUF files"):
+    with pytest.raises(ModelError, match=r"holds no config\.json and 0 GGUF files"):
         load_base(str(tmp_path / "empty"))
 
 
@@ -76,19 +77,19 @@ def test_bfloat16_is_the_same_base(saved):
 
 def test_other_bases_are_refused(saved):
     folder, _ = saved
-    with pytest.raises(RetrofitError, match="the weights of this model are others"):
+    with pytest.raises(ModelError, match="the weights of this model are others"):
         load_adapter(tiny_model(seed=1), folder)
     changed = tiny_model()
     with torch.no_grad():
         changed.model.layers[1].mlp.up_proj.weight[0, 0] += 1.0
-    with pytest.raises(RetrofitError, match="checksum"):
+    with pytest.raises(ModelError, match="checksum"):
         load_adapter(changed, folder)
     load_adapter(changed, folder, check=False)
-    with pytest.raises(RetrofitError, match=r"belongs to LlamaForCausalLM .* MistralForCausalLM"):
+    with pytest.raises(ModelError, match=r"belongs to LlamaForCausalLM .* MistralForCausalLM"):
         load_adapter(tiny_model("mistral"), folder)
-    with pytest.raises(RetrofitError, match="belongs to LlamaForCausalLM with"):
+    with pytest.raises(ModelError, match="belongs to LlamaForCausalLM with"):
         load_adapter(tiny_model(intermediate_size=32), folder)
-    with pytest.raises(RetrofitError, match="does not say where its base model is"):
+    with pytest.raises(ModelError, match="does not say where its base model is"):
         load_retrofitted(folder)
 
 
@@ -115,7 +116,7 @@ def test_damage_is_one_clear_line(saved, damage, message):
     folder, _ = saved
     damage(folder)
     model = tiny_model()
-    with pytest.raises(RetrofitError, match=message) as error:
+    with pytest.raises(ModelError, match=message) as error:
         load_adapter(model, folder)
     assert "\n" not in str(error.value)
     # The model is left as it was.
@@ -144,7 +145,7 @@ def test_routers_of_another_shape_are_refused(saved):
     folder, _ = saved
     without_checksum(folder, router_hidden=8)
     model = tiny_model()
-    with pytest.raises(RetrofitError, match="routers of another shape"):
+    with pytest.raises(ModelError, match="routers of another shape"):
         load_adapter(model, folder)
     mosar.retrofit(model)
 
@@ -163,17 +164,17 @@ def test_code_that_a_model_brings_is_not_run(tmp_path, monkeypatch, part):
     else:
         own = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
         (folder / "tokenizer_config.json").write_text(json.dumps(own))
-    with pytest.raises(RetrofitError, match="code of its own, which mosar never runs"):
+    with pytest.raises(ModelError, match="code of its own, which mosar never runs"):
         load_base(str(folder))
     assert not ran.exists()
 
 
 def test_a_model_that_is_neither_here_nor_on_the_hub(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(RetrofitError, match="no such file or folder here; from the hub: ") as error:
+    with pytest.raises(ModelError, match="no such file or folder here; from the hub: ") as error:
         load_base("no/such")
     assert "\n" not in str(error.value)
-    with pytest.raises(RetrofitError, match="write a model on the hub as no/such"):
+    with pytest.raises(ModelError, match="write a model on the hub as no/such"):
         load_base("hf:no/such")
 
 

@@ -19,7 +19,8 @@ from integrations.retrofit.models import (
     tokens,
 )
 from mosar import mosar_attention, top1_routing
-from mosar.integrations.retrofit import RetrofitError, default_config
+from mosar.errors import ModelError
+from mosar.integrations.retrofit import default_config
 from mosar.integrations.retrofit.hf_attention import ATTRIBUTE
 
 ROUTINGS = ("soft", "top1", "sparse")
@@ -231,7 +232,7 @@ def test_offloaded_models_keep_their_routers(tmp_path):
         attached.set_routing("sparse")
         after = model(input_ids=tokens(1, 40)).logits
     torch.testing.assert_close(after, before, atol=1e-4, rtol=1e-4)
-    with pytest.raises(RetrofitError, match="is not in memory; load the model without offloading"):
+    with pytest.raises(ModelError, match="is not in memory; load the model without offloading"):
         attached.save(tmp_path / "adapter")
 
 
@@ -251,7 +252,7 @@ def test_detach_gives_the_model_back():
     with torch.no_grad():
         before = model(input_ids=tokens(1, 20)).logits
     attached = mosar.retrofit(model)
-    with pytest.raises(RetrofitError, match="already has routers"):
+    with pytest.raises(ModelError, match="already has routers"):
         mosar.retrofit(model)
     attached.set_routing("sparse")
     assert attached.detach() is model
@@ -261,12 +262,12 @@ def test_detach_gives_the_model_back():
 
 
 def test_other_models_are_refused():
-    with pytest.raises(RetrofitError, match="must be a transformers model, got Linear"):
+    with pytest.raises(ModelError, match="must be a transformers model, got Linear"):
         mosar.retrofit(torch.nn.Linear(2, 2))
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=10)
-    with pytest.raises(RetrofitError, match=r"'gpt2'.*llama, mistral"):
+    with pytest.raises(ModelError, match=r"'gpt2'.*llama, mistral"):
         mosar.retrofit(GPT2LMHeadModel(config))
 
 
@@ -283,7 +284,7 @@ def test_models_of_another_attention_are_refused(family, message):
     shape |= {"intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = AutoConfig.for_model(family, **shape, head_dim=8, num_local_experts=2)
     model = AutoModelForCausalLM.from_config(config).eval()
-    with pytest.raises(RetrofitError, match=message), torch.no_grad():
+    with pytest.raises(ModelError, match=message), torch.no_grad():
         mosar.retrofit(model).set_routing("sparse")
         model(input_ids=tokens(1, 8))
 
@@ -300,7 +301,7 @@ def test_layers_that_attend_by_themselves_are_refused(monkeypatch):
     def plain(module, query, *args, **kwargs):
         return query.transpose(1, 2), None
 
-    with pytest.raises(RetrofitError, match="does not call transformers' attention function"):
+    with pytest.raises(ModelError, match="does not call transformers' attention function"):
         model(input_ids=tokens(1, 8))
 
 
@@ -308,7 +309,7 @@ def test_masks_that_are_not_causal_are_refused():
     model = tiny_model()
     mosar.retrofit(model).set_routing("sparse")
     model.config.is_causal = False
-    with pytest.raises(RetrofitError, match="mask that is not causal"):
+    with pytest.raises(ModelError, match="mask that is not causal"):
         model(input_ids=tokens(1, 8))
 
 
@@ -334,5 +335,5 @@ def test_wrong_groups_and_routings_are_refused():
     with pytest.raises(ValueError, match=r"routing must be one of .*'dense'.*got 'hard'"):
         attached.set_routing("hard")
     attached.set_routing("sparse")
-    with pytest.raises(RetrofitError, match=r"attention_mask must be \[batch, tokens\]"):
+    with pytest.raises(ModelError, match=r"attention_mask must be \[batch, tokens\]"):
         model(input_ids=tokens(1, 4), attention_mask=torch.ones(1, 1, 4, 4))

@@ -6,7 +6,7 @@ from transformers.cache_utils import DynamicCache, StaticCache
 
 import mosar
 from integrations.retrofit.models import FAMILIES, GEOMETRY, scatter_choices, tiny_model, tokens
-from mosar.integrations.retrofit import RetrofitError
+from mosar.errors import ModelError
 from mosar.integrations.retrofit.cache import RegimeCacheLayer
 
 ROUTINGS = ("soft", "top1", "sparse")
@@ -110,17 +110,17 @@ def test_foreign_caches_are_refused():
     with torch.no_grad():
         model(input_ids=tokens(1, 10), past_key_values=cache)
         attached.set_routing("sparse")
-        with pytest.raises(RetrofitError, match="10 tokens without regimes"):
+        with pytest.raises(ModelError, match="10 tokens without regimes"):
             model(input_ids=tokens(1, 1), past_key_values=cache)
         fresh = DynamicCache()
         model(input_ids=tokens(1, 10), past_key_values=fresh)
         attached.set_routing("top1")
-        with pytest.raises(RetrofitError, match="filled under sparse routing, not top1"):
+        with pytest.raises(ModelError, match="filled under sparse routing, not top1"):
             model(input_ids=tokens(1, 1), past_key_values=fresh)
         attached.set_routing("dense")
-        with pytest.raises(RetrofitError, match="keeps regimes"):
+        with pytest.raises(ModelError, match="keeps regimes"):
             model(input_ids=tokens(1, 1), past_key_values=fresh)
         attached.set_routing("sparse")
-        with pytest.raises(RetrofitError, match="StaticCache is of fixed size"):
+        with pytest.raises(ModelError, match="StaticCache is of fixed size"):
             static = StaticCache(config=model.config, max_cache_len=16)
             model(input_ids=tokens(1, 4), past_key_values=static)

@@ -9,7 +9,8 @@ import torch
 import mosar
 from integrations.retrofit.models import GEOMETRY, tiny_model, tokens
 from mosar import MoSARConfig
-from mosar.integrations.retrofit import RetrofitError, load_adapter
+from mosar.errors import ModelError, TrainingInterrupted
+from mosar.integrations.retrofit import load_adapter
 from mosar.integrations.retrofit import train as training
 from mosar.integrations.retrofit.base_model import BaseIdentity
 from mosar.integrations.retrofit.config import RetrofitSettings
@@ -17,7 +18,6 @@ from mosar.integrations.retrofit.learner import LayerLearner
 from mosar.integrations.retrofit.objective import head_attention
 from mosar.integrations.retrofit.train import read_settings, train_retrofit
 from mosar.integrations.retrofit.windows import Windows
-from mosar.training.errors import TrainingInterrupted
 from mosar.training.run_folder import read_metrics
 
 LENGTH = 128
@@ -101,7 +101,7 @@ def test_windows_begin_at_every_position_of_the_context(tmp_path, monkeypatch):
 
 def test_windows_beyond_the_context_are_refused(tmp_path):
     attached = mosar.retrofit(tiny_model(max_position_embeddings=96), GEOMETRY)
-    with pytest.raises(RetrofitError, match=r"the 96 tokens .* got 128; give --length 96 or less"):
+    with pytest.raises(ModelError, match=r"the 96 tokens .* got 128; give --length 96 or less"):
         train_retrofit(attached, windows(), SETTINGS, tmp_path / "run", progress=False)
     assert not (tmp_path / "run").exists()
 
@@ -183,25 +183,25 @@ def test_a_run_begins_with_the_routers_of_another(trained, tmp_path):
     )
     assert further.density < result.density
     # What began elsewhere is another run.
-    with pytest.raises(RetrofitError, match="holds a run with other start"):
+    with pytest.raises(ModelError, match="holds a run with other start"):
         run(tmp_path / "run", settings)
 
 
 def test_routers_of_another_model_or_geometry_are_no_start(trained, tmp_path):
     out, _, _ = trained
     other = mosar.retrofit(tiny_model(num_hidden_layers=2, seed=5), GEOMETRY)
-    with pytest.raises(RetrofitError, match="belong to another base model"):
+    with pytest.raises(ModelError, match="belong to another base model"):
         train_retrofit(other, windows(), SETTINGS, tmp_path / "run", start_from=out)
     wider = MoSARConfig.from_dict(GEOMETRY.to_dict() | {"num_sinks": 3})
     other = mosar.retrofit(tiny_model(num_hidden_layers=2), wider)
-    with pytest.raises(RetrofitError, match="another geometry"):
+    with pytest.raises(ModelError, match="another geometry"):
         train_retrofit(other, windows(), SETTINGS, tmp_path / "run", start_from=out)
 
 
 def test_another_run_in_the_folder_is_refused(trained):
     out, _, _ = trained
     other = RetrofitSettings.from_dict(SETTINGS.to_dict() | {"target_density": 0.1})
-    with pytest.raises(RetrofitError, match="holds a run with other settings"):
+    with pytest.raises(ModelError, match="holds a run with other settings"):
         run(out, other)
 
 

@@ -7,12 +7,12 @@ import pytest
 from typer.testing import CliRunner
 
 from mosar.cli import app
+from mosar.errors import TrainingError
 from mosar.geometries import VARIANTS
 from mosar.training.config import DistributedConfig, RunConfig, TrainConfig, changed_config
 from mosar.training.distributed.launch import open_team
 from mosar.training.distributed.mesh import Mesh, check_mesh
 from mosar.training.distributed.share import Share
-from mosar.training.errors import TrainingError
 
 REFUSED = [
     (

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from mosar.errors import TrainingError
 from mosar.model.decoder import Decoder
 from mosar.training.batches import open_batches
 from mosar.training.config import resolve_config
@@ -18,7 +19,6 @@ from mosar.training.distributed.build import TENSOR, split_dim
 from mosar.training.distributed.environment import launched
 from mosar.training.distributed.launch import open_team
 from mosar.training.distributed.tensor import local
-from mosar.training.errors import TrainingError
 from mosar.training.learner import Learner, update
 from mosar.training.loop import train
 from mosar.training.objective import Objective

@@ -18,11 +18,10 @@ from transformers import GenerationConfig
 
 from mosar.data.manifest import Manifest
 from mosar.data.tokenizer import Tokenizer
-from mosar.evaluation.errors import EvaluationError
+from mosar.errors import ModelError
 from mosar.evaluation.loaded_run import LoadedRun
 from mosar.files import write_synced
 from mosar.integrations.hf.card import model_card
-from mosar.integrations.hf.errors import ModelFolderError
 from mosar.integrations.hf.folders import (
     CARD,
     CONFIG,
@@ -35,7 +34,6 @@ from mosar.integrations.hf.folders import (
 from mosar.integrations.hf.model import MosarForCausalLM
 from mosar.integrations.hf.tokenizer import fast_tokenizer
 from mosar.training.config import RunConfig
-from mosar.training.errors import TrainingError
 from mosar.training.run_folder import METRICS, read_metrics
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -60,12 +58,9 @@ def export_run(
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     run, out = Path(run), Path(out)
-    try:
-        loaded = LoadedRun.open(run, step)
-        manifest, tokenizer = _open_data(loaded, data)
-        origin = provenance(loaded)
-    except (EvaluationError, TrainingError) as error:
-        raise ModelFolderError(str(error)) from None
+    loaded = LoadedRun.open(run, step)
+    manifest, tokenizer = _open_data(loaded, data)
+    origin = provenance(loaded)
     end = {}
     if tokenizer is not None:
         end = dict.fromkeys(("eos_token_id", "pad_token_id"), tokenizer.end_of_text)
@@ -136,4 +131,4 @@ def _check_written(written: MosarForCausalLM, meant: MosarForCausalLM) -> None:
     saved = written.state_dict()
     for name, tensor in meant.state_dict().items():
         if saved[name].dtype != tensor.dtype or not torch.equal(saved[name], tensor):
-            raise ModelFolderError(f"{name} came back from the disk otherwise than it was written")
+            raise ModelError(f"{name} came back from the disk otherwise than it was written")

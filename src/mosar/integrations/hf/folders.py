@@ -11,11 +11,10 @@ import torch
 from safetensors import SafetensorError
 from transformers.utils import logging
 
-from mosar.data.errors import DataError
 from mosar.data.staging import staged_folder
+from mosar.errors import DataError, ModelError
 from mosar.files import file_checksum, parse_json, rust_os_errors, sealed, unsealed, write_synced
 from mosar.integrations.hf.config import MosarDecoderConfig
-from mosar.integrations.hf.errors import ModelFolderError
 from mosar.integrations.hf.model import MosarForCausalLM
 
 CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
@@ -45,16 +44,16 @@ def is_model_folder(folder: Path) -> bool:
 
 
 def load_model(folder: Path | str, *, dtype: torch.dtype | None = None) -> MosarForCausalLM:
-    """The model of a folder, ready to be asked; a ModelFolderError says what is wrong.
+    """The model of a folder, ready to be asked; a ModelError says what is wrong.
 
     dtype: of the parameters but the routers; None: as it was saved. Unlike `from_pretrained`, which
     fills what is missing with random numbers, this insists on every parameter.
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise ModelFolderError(f"there is no folder {folder}; make one with mosar export")
+        raise ModelError(f"there is no folder {folder}; make one with mosar export")
     if not is_model_folder(folder):
-        raise ModelFolderError(
+        raise ModelError(
             f"{folder} is no exported model: its {CONFIG} does not say so; make one with mosar "
             "export"
         )
@@ -66,11 +65,11 @@ def load_model(folder: Path | str, *, dtype: torch.dtype | None = None) -> Mosar
             )
     except (OSError, ValueError, SafetensorError, RecursionError) as error:
         line = " ".join(str(error).split())
-        raise ModelFolderError(f"cannot load {folder}: {line}") from None
+        raise ModelError(f"cannot load {folder}: {line}") from None
     wrong = [key for keys in info.values() for key in keys]
     if wrong:
         kinds = ", ".join(f"{len(keys)} {name}" for name, keys in info.items() if keys)
-        raise ModelFolderError(
+        raise ModelError(
             f"the parameters in {folder} are not those of its {CONFIG}: {kinds}, {wrong[0]} first"
         )
     return model.eval()
@@ -84,7 +83,7 @@ def write_checksums(folder: Path) -> None:
 
 
 def check_checksums(folder: Path) -> None:
-    """A ModelFolderError names a file that is not what was exported; without notes none is."""
+    """A ModelError names a file that is not what was exported; without notes none is."""
     path = folder / CHECKSUMS
     advice = f"export it again, or remove {CHECKSUMS} if it was changed on purpose"
     try:
@@ -93,13 +92,13 @@ def check_checksums(folder: Path) -> None:
     except FileNotFoundError as error:
         if error.filename == str(path):
             return
-        raise ModelFolderError(f"{error.filename} is missing; {advice}") from None
+        raise ModelError(f"{error.filename} is missing; {advice}") from None
     except OSError as error:
-        raise ModelFolderError(f"cannot read {error.filename}: {error.strerror}") from None
+        raise ModelError(f"cannot read {error.filename}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError) as error:
-        raise ModelFolderError(f"{path} is damaged: {error}; {advice}") from None
+        raise ModelError(f"{path} is damaged: {error}; {advice}") from None
     if changed:
-        raise ModelFolderError(
+        raise ModelError(
             f"{folder / changed[0]} is not what was exported: its checksum is wrong; {advice}"
         )
 
@@ -131,23 +130,23 @@ def new_folder(out: Path, *, replace: bool | None = None) -> Iterator[Path]:
     """
     out = Path(out)
     if out.exists() and not out.is_dir():
-        raise ModelFolderError(f"{out} is a file; choose another --out")
+        raise ModelError(f"{out} is a file; choose another --out")
     if out.is_dir() and any(out.iterdir()):
         if replace is None:
-            raise ModelFolderError(f"{out} is not empty; choose another --out")
+            raise ModelError(f"{out} is not empty; choose another --out")
         if not is_model_folder(out):
-            raise ModelFolderError(
+            raise ModelError(
                 f"{out} is not empty and holds something else than an exported model; "
                 "choose another --out"
             )
         foreign = sorted(path.name for path in out.iterdir() if not _is_ours(path))
         if foreign:
-            raise ModelFolderError(
+            raise ModelError(
                 f"{out} holds {foreign[0]}, which no export wrote and replacing would delete; move "
                 "it, or choose another --out"
             )
         if not replace:
-            raise ModelFolderError(
+            raise ModelError(
                 f"{out} holds an exported model already; --force replaces it, or choose another "
                 "--out"
             )
@@ -158,6 +157,6 @@ def new_folder(out: Path, *, replace: bool | None = None) -> Iterator[Path]:
         ):
             yield staging
     except DataError as error:
-        raise ModelFolderError(str(error)) from None
+        raise ModelError(str(error)) from None
     except OSError as error:
-        raise ModelFolderError(f"{error.filename or out}: {error.strerror or error}") from None
+        raise ModelError(f"{error.filename or out}: {error.strerror or error}") from None

@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from mosar.integrations.hf.errors import ModelFolderError
+from mosar.errors import ModelError
 from mosar.integrations.hf.folders import load_model
 from mosar.integrations.hf.model import MosarForCausalLM
 
@@ -44,7 +44,7 @@ def evaluate_tasks(
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "lm_eval":
             raise
-        raise ModelFolderError(
+        raise ModelError(
             'this needs lm_eval, which is not installed: pip install "mosar[harness]"'
         ) from None
     if not isinstance(model, MosarForCausalLM):

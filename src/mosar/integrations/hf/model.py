@@ -30,10 +30,10 @@ from mosar.attention import ROUTINGS, Routing
 from mosar.core.config import MoSARConfig
 from mosar.core.layout import can_check_values
 from mosar.core.losses import normalized_reach_cost
+from mosar.errors import ModelError
 from mosar.geometries import Geometry, LayerRouting
 from mosar.integrations.hf.cache import MosarCache
 from mosar.integrations.hf.config import MosarDecoderConfig
-from mosar.integrations.hf.errors import ModelFolderError
 from mosar.integrations.hf.placement import place_tokens, starts_again
 from mosar.model.decoder import (
     Decoder,
@@ -290,7 +290,7 @@ class MosarForCausalLM(MosarPreTrainedModel, GenerationMixin):
     def to_decoder(self) -> Decoder:
         """The model as our own `Decoder`; the parameters of both are the same memory."""
         if not self.config.tie_word_embeddings:
-            raise ModelFolderError(
+            raise ModelError(
                 "tie_word_embeddings must be True: a decoder has no output head but its embedding"
             )
         with torch.device("meta"):

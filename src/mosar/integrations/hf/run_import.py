@@ -13,10 +13,9 @@ from typing import Any
 import torch
 
 from mosar.data.config import DataConfig
-from mosar.data.errors import DataError
 from mosar.data.manifest import Manifest
+from mosar.errors import ModelError
 from mosar.integrations.hf.config import MosarDecoderConfig
-from mosar.integrations.hf.errors import ModelFolderError
 from mosar.integrations.hf.folders import load_model, new_folder
 from mosar.records import environment
 from mosar.training.batches import data_fingerprint
@@ -34,20 +33,17 @@ def import_model(folder: Path | str, out: Path | str, *, data: Path | None = Non
     folder, out = Path(folder), Path(out)
     model = load_model(folder, dtype=torch.float32)
     origin = model.config.provenance
-    try:
-        fingerprint = None if data is None else data_fingerprint(Manifest.read(data))
-    except DataError as error:
-        raise ModelFolderError(str(error)) from None
+    fingerprint = None if data is None else data_fingerprint(Manifest.read(data))
     if origin is None:
         if fingerprint is None:
-            raise ModelFolderError(
+            raise ModelError(
                 f"{folder} was not exported from a run: say with --data which dataset it belongs to"
             )
         config, step, metrics = _new_run(model.config), 0, []
     else:
         config, step, metrics = _old_run(model.config, folder)
         if fingerprint is not None and fingerprint != origin["data_fingerprint"]:
-            raise ModelFolderError(
+            raise ModelError(
                 f"--data {data} is not the data that the run of {folder} was trained on"
             )
         fingerprint = origin["data_fingerprint"]
@@ -109,7 +105,7 @@ def _old_run(
         if isinstance(step, bool) or not isinstance(step, int) or not origin["data_fingerprint"]:
             raise ValueError(f"its step is {step!r}")
     except (ValueError, KeyError, TypeError) as error:
-        raise ModelFolderError(
+        raise ModelError(
             f"the provenance in the configuration of {folder} is damaged: {error}"
         ) from None
     # A vocabulary may have grown since.

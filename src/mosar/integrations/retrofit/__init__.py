@@ -11,10 +11,11 @@ Names are loaded on first use, and transformers with them.
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from mosar.errors import ModelError as RetrofitError
+
 if TYPE_CHECKING:
     from mosar.integrations.retrofit.adapter import load_adapter, load_retrofitted
     from mosar.integrations.retrofit.attach import Retrofit, default_config, retrofit
-    from mosar.integrations.retrofit.errors import RetrofitError
 
 __all__ = [
     "Retrofit",
@@ -27,7 +28,6 @@ __all__ = [
 
 _MODULE_OF = {
     "Retrofit": "attach",
-    "RetrofitError": "errors",
     "default_config": "attach",
     "load_adapter": "adapter",
     "load_retrofitted": "adapter",

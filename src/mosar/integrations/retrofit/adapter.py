@@ -21,10 +21,10 @@ from safetensors.torch import load, save
 from transformers import PreTrainedModel
 
 from mosar.core.config import MoSARConfig
+from mosar.errors import ModelError
 from mosar.files import parse_json, replace_synced, sealed, unsealed
 from mosar.integrations.retrofit.attach import Retrofit, retrofit
 from mosar.integrations.retrofit.base_model import BaseIdentity, load_base
-from mosar.integrations.retrofit.errors import RetrofitError
 from mosar.version import __version__
 
 SCHEMA_VERSION = 1
@@ -62,42 +62,42 @@ def save_adapter(
         text = json.dumps(sealed(description), indent=1)
         replace_synced(folder / DESCRIPTION, text.encode() + b"\n")
     except OSError as error:
-        raise RetrofitError(f"cannot write {folder}: {error.strerror or error}") from None
+        raise ModelError(f"cannot write {folder}: {error.strerror or error}") from None
     return folder
 
 
 def read_description(folder: Path | str) -> dict[str, Any]:
-    """What an adapter says about itself; a RetrofitError where there is none."""
+    """What an adapter says about itself; a ModelError where there is none."""
     path = Path(folder) / DESCRIPTION
     try:
         sealed_values = parse_json(path.read_bytes())
         try:
             values, _ = unsealed(sealed_values)
         except ValueError as error:
-            raise RetrofitError(
+            raise ModelError(
                 f"{path}: {error}; copy the adapter again, or train it again"
             ) from None
         if values["schema"] != SCHEMA_VERSION:
-            raise RetrofitError(
+            raise ModelError(
                 f"{path} has schema {values['schema']!r}, and this version reads {SCHEMA_VERSION}"
             )
         BaseIdentity(**values["base"])
         MoSARConfig.from_dict(values["geometry"])
     except FileNotFoundError:
-        raise RetrofitError(
+        raise ModelError(
             f"{folder} holds no adapter: there is no {DESCRIPTION}; make one with mosar retrofit"
         ) from None
     except OSError as error:
-        raise RetrofitError(f"cannot read {path}: {error.strerror}") from None
+        raise ModelError(f"cannot read {path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RetrofitError(f"{path} is no adapter: {type(error).__name__}: {error}") from None
+        raise ModelError(f"{path} is no adapter: {type(error).__name__}: {error}") from None
     return values
 
 
 def load_adapter(model: PreTrainedModel, folder: Path | str, *, check: bool = True) -> Retrofit:
     """Attaches the routers in `folder` to their base model, under "sparse" routing.
 
-    Another model is refused with a RetrofitError; check=False leaves out reading every weight and
+    Another model is refused with a ModelError; check=False leaves out reading every weight and
     compares the kind and the size only.
     """
     folder = Path(folder)
@@ -108,7 +108,7 @@ def load_adapter(model: PreTrainedModel, folder: Path | str, *, check: bool = Tr
     own = attached.named_parameters()
     if {n: p.shape for n, p in own.items()} != {n: t.shape for n, t in tensors.items()}:
         attached.detach()
-        raise RetrofitError(f"{folder / WEIGHTS} holds routers of another shape than {DESCRIPTION}")
+        raise ModelError(f"{folder / WEIGHTS} holds routers of another shape than {DESCRIPTION}")
     with torch.no_grad():
         for name, parameter in own.items():
             parameter.copy_(tensors[name])
@@ -123,9 +123,9 @@ def copy_routers(attached: Retrofit, folder: Path | str, base: BaseIdentity) -> 
     folder = Path(folder)
     description = read_description(folder)
     if description["base"]["checksum"] != base.checksum:
-        raise RetrofitError(f"the routers in {folder} belong to another base model")
+        raise ModelError(f"the routers in {folder} belong to another base model")
     if description["geometry"] != attached.config.to_dict():
-        raise RetrofitError(f"the routers in {folder} have another geometry than this run's")
+        raise ModelError(f"the routers in {folder} have another geometry than this run's")
     tensors = _read_weights(folder, description["weights_sha256"])
     with torch.no_grad():
         for name, parameter in attached.named_parameters().items():
@@ -148,7 +148,7 @@ def load_retrofitted(
     if model is None:
         source = read_description(folder)["base"]["source"]
         if not source:
-            raise RetrofitError(f"{folder} does not say where its base model is; give model=")
+            raise ModelError(f"{folder} does not say where its base model is; give model=")
         model, tokenizer = load_base(source, dtype=dtype)
     attached = load_adapter(model, folder, check=check)
     attached.tokenizer = tokenizer
@@ -157,16 +157,16 @@ def load_retrofitted(
 
 def _check_base(model: PreTrainedModel, base: BaseIdentity, folder: Path, check: bool) -> None:
     if not isinstance(model, PreTrainedModel):
-        raise RetrofitError(f"model must be a transformers model, got {type(model).__name__}")
+        raise ModelError(f"model must be a transformers model, got {type(model).__name__}")
     expected = f"{base.architecture} with {base.parameters:,} parameters ({base.source or 'local'})"
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if (type(model).__name__, parameters) != (base.architecture, base.parameters):
-        raise RetrofitError(
+        raise ModelError(
             f"the adapter in {folder} belongs to {expected}, and this is a "
             f"{type(model).__name__} with {parameters:,}"
         )
     if check and (found := BaseIdentity.of(model).checksum) != base.checksum:
-        raise RetrofitError(
+        raise ModelError(
             f"the adapter in {folder} belongs to {expected}, and the weights of this model are "
             f"others (checksum {found[:12]}, not {base.checksum[:12]})"
         )
@@ -177,10 +177,10 @@ def _read_weights(folder: Path, checksum: str) -> dict[str, torch.Tensor]:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise RetrofitError(f"cannot read {path}: {error.strerror}") from None
+        raise ModelError(f"cannot read {path}: {error.strerror}") from None
     if hashlib.sha256(content).hexdigest() != checksum:
-        raise RetrofitError(f"{path} was truncated or altered, or belongs to another {DESCRIPTION}")
+        raise ModelError(f"{path} was truncated or altered, or belongs to another {DESCRIPTION}")
     try:
         return load(content)
     except SafetensorError as error:
-        raise RetrofitError(f"{path} is no safetensors file: {error}") from None
+        raise ModelError(f"{path} is no safetensors file: {error}") from None

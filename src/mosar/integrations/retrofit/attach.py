@@ -21,9 +21,9 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from mosar.attention import ROUTINGS
 from mosar.core.config import MoSARConfig, Regime, check_config
+from mosar.errors import ModelError
 from mosar.integrations.retrofit.base_model import context_length
 from mosar.integrations.retrofit.cache import RegimeCacheLayer, adopt_cache
-from mosar.integrations.retrofit.errors import RetrofitError
 from mosar.integrations.retrofit.hf_attention import ATTRIBUTE, NAME
 from mosar.integrations.retrofit.layer import Observer, OutputProjection, RoutedLayer
 
@@ -55,15 +55,15 @@ def retrofit(model: PreTrainedModel, config: MoSARConfig | None = None) -> Retro
     """Attaches routers to `model`, in place, and freezes its own parameters.
 
     config: the geometry, `default_config(model)` by default. The routing is "dense" at first. A
-    RetrofitError says why a model cannot be retrofitted.
+    ModelError says why a model cannot be retrofitted.
     """
     if not isinstance(model, PreTrainedModel):
-        raise RetrofitError(f"model must be a transformers model, got {type(model).__name__}")
+        raise ModelError(f"model must be a transformers model, got {type(model).__name__}")
     modules = _attention_modules(model)
     config = default_config(model) if config is None else config
     check_config(config)
     if any(ATTRIBUTE in module.__dict__ for module in modules):
-        raise RetrofitError("the model already has routers; detach() them first")
+        raise ModelError("the model already has routers; detach() them first")
     blocks = _decoder(model).layers
     layers = [
         _routed_layer(module, block, index, config)
@@ -186,7 +186,7 @@ class _CacheHook:
             if isinstance(cache, Cache) and any(
                 isinstance(layer, RegimeCacheLayer) for layer in cache.layers
             ):
-                raise RetrofitError("the cache keeps regimes; start with a new one under dense")
+                raise ModelError("the cache keeps regimes; start with a new one under dense")
             return None
         use_cache = given.get("use_cache")
         if use_cache is None:
@@ -227,7 +227,7 @@ class _LayerHook:
 
     def check_attended(self, module: nn.Module, args: tuple, output: Any) -> None:
         if self.layer.waiting:
-            raise RetrofitError(
+            raise ModelError(
                 f"{type(module).__name__} does not call transformers' attention function, so that "
                 "its routers would have no effect; this model cannot be retrofitted"
             )
@@ -267,7 +267,7 @@ def _attention_modules(model: PreTrainedModel) -> list[nn.Module]:
         and [module.layer_idx for module in found] == list(range(len(found)))
     )
     if not usable:
-        raise RetrofitError(
+        raise ModelError(
             f"cannot retrofit a model of type {family!r}: its layers must all be causal "
             f"self-attention with q_proj, k_proj, v_proj and o_proj, as in {', '.join(FAMILIES)}"
         )

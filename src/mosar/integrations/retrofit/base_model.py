@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
-from mosar.integrations.retrofit.errors import RetrofitError
+from mosar.errors import ModelError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ def weights_checksum(model: PreTrainedModel) -> str:
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
         if parameter.is_meta:
-            raise RetrofitError(
+            raise ModelError(
                 f"cannot tell the base model by its weights: {name} is not in memory; load the "
                 "model without offloading, or load the adapter with check=False"
             )
@@ -74,10 +74,10 @@ def context_length(model: PreTrainedModel) -> int | None:
 
 
 def check_length(model: PreTrainedModel, length: int) -> None:
-    """A RetrofitError where windows of so many tokens are longer than the model's context."""
+    """A ModelError where windows of so many tokens are longer than the model's context."""
     most = context_length(model)
     if most is not None and length > most:
-        raise RetrofitError(
+        raise ModelError(
             f"length must not exceed the {most} tokens that the base model reads, got {length}; "
             f"give --length {most} or less"
         )
@@ -88,10 +88,10 @@ def load_base(
 ) -> tuple[PreTrainedModel, Any]:
     """A causal language model and its tokenizer: from a folder, a GGUF file or the hub.
 
-    Code that a model brings is never run. A RetrofitError says in one line why there is none.
+    Code that a model brings is never run. A ModelError says in one line why there is none.
     """
     if source.startswith("hf:"):
-        raise RetrofitError(
+        raise ModelError(
             f"cannot load {source}: hf: names a dataset; write a model on the hub as "
             f"{source.removeprefix('hf:')}"
         )
@@ -104,7 +104,7 @@ def load_base(
     elif path.is_dir() and not (path / "config.json").is_file():
         files = sorted(file.name for file in path.glob("*.gguf"))
         if len(files) != 1:
-            raise RetrofitError(
+            raise ModelError(
                 f"{source} holds no config.json and {len(files)} GGUF files; name a model's "
                 "folder, one GGUF file or a name on the hub"
             )
@@ -115,16 +115,16 @@ def load_base(
             reader = AutoTokenizer.from_pretrained(name, **options) if tokenizer else None
     except ImportError as error:
         advice = '; pip install "gguf" "accelerate"' if "gguf_file" in options else ""
-        raise RetrofitError(f"cannot load {source}: {_one_line(error)}{advice}") from None
+        raise ModelError(f"cannot load {source}: {_one_line(error)}{advice}") from None
     # Whatever the hub, a file format or a configuration can raise: there is no common class.
     except Exception as error:
         if "trust_remote_code" in str(error):
-            raise RetrofitError(
+            raise ModelError(
                 f"cannot load {source}: it needs code of its own, which mosar never runs; give a "
                 "model whose code is in transformers"
             ) from None
         found = "" if path.exists() else "there is no such file or folder here; from the hub: "
-        raise RetrofitError(
+        raise ModelError(
             f"cannot load {source}: {found}{type(error).__name__}: {_one_line(error)}"
         ) from None
     return model.eval(), reader

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from mosar.integrations.retrofit.errors import RetrofitError
+from mosar.errors import ModelError
 from mosar.integrations.retrofit.layer import RoutedLayer
 from mosar.model.regime_cache import RegimeLayerCache
 
@@ -78,28 +78,28 @@ class RegimeCacheLayer(CacheLayerMixin):
         self.regime.batch_select(indices)
 
     def offload(self) -> None:
-        raise RetrofitError("a regime cache cannot be offloaded; use the default cache")
+        raise ModelError("a regime cache cannot be offloaded; use the default cache")
 
 
 def adopt_cache(cache: Cache, layers: list[RoutedLayer]) -> None:
-    """Gives an empty cache regime layers; a RetrofitError where it cannot serve."""
+    """Gives an empty cache regime layers; a ModelError where it cannot serve."""
     routing = layers[0].routing
     found = cache.layers
     if found and all(isinstance(layer, RegimeCacheLayer) for layer in found):
         other = found[0].regime.routing  # pyright: ignore[reportAttributeAccessIssue]
         if other != routing and cache.get_seq_length():
-            raise RetrofitError(
+            raise ModelError(
                 f"the cache was filled under {other} routing, not {routing}; start with a new one"
             )
         if other == routing:
             return
     elif cache.get_seq_length():
-        raise RetrofitError(
+        raise ModelError(
             f"the cache holds {cache.get_seq_length()} tokens without regimes, of dense attention; "
             f"start with a new one under {routing} routing"
         )
     elif getattr(cache, "is_compileable", False) or getattr(cache, "offloading", False):
-        raise RetrofitError(
+        raise ModelError(
             f"{type(cache).__name__} is of fixed size or offloaded, a regime cache grows where it "
             "is; use the default cache"
         )

@@ -25,9 +25,9 @@ from transformers.masking_utils import (
 
 from mosar.attention import distance_attention, mosar_attention
 from mosar.core.routers import top1_routing
+from mosar.errors import ModelError
 from mosar.geometries import LayerRouting
 from mosar.integrations.retrofit.cache import RegimeCacheLayer
-from mosar.integrations.retrofit.errors import RetrofitError
 from mosar.integrations.retrofit.layer import RoutedLayer
 
 NAME = "mosar_retrofit"
@@ -61,7 +61,7 @@ def routed_mask(
     device: torch.device | str | None = None,
     **others: Any,
 ) -> RoutedMask:
-    """The mask of a pass, called by transformers; a RetrofitError where it is not causal.
+    """The mask of a pass, called by transformers; a ModelError where it is not causal.
 
     local_size: the tokens of a window, with the query's own. use_vmap: the model brings a mask
     function of its own.
@@ -75,7 +75,7 @@ def routed_mask(
         places = torch.arange(max(q_offset - 1, 0), q_offset + q_length, device=device)
         earlier, later = places[None, :-1], places[None, 1:]
         if use_vmap or bool(torch.any(mask_function(rows, 0, earlier, later))):
-            raise RetrofitError(
+            raise ModelError(
                 "the model asks for an attention mask that is not causal; only causal masks, with "
                 "or without a window, have a routed form"
             )
@@ -101,18 +101,18 @@ def routed_attention(
     """query [B, H, T, D]; key, value [B, K, S, D] -> [B, T, H, D]; no attention weights."""
     layer = module.__dict__.get(ATTRIBUTE)
     if layer is None:
-        raise RetrofitError(
+        raise ModelError(
             f"{type(module).__name__} has no routers, but its model is routed; retrofit it first"
         )
     if not layer.waiting:
-        raise RetrofitError(
+        raise ModelError(
             f"{type(module).__name__} calls attention twice in one pass, which has no routed form; "
             "this model cannot be retrofitted"
         )
     layer.waiting = False
     for name in _FOREIGN:
         if others.get(name) is not None:
-            raise RetrofitError(f"{type(module).__name__} passes {name}, which has no routed form")
+            raise ModelError(f"{type(module).__name__} passes {name}, which has no routed form")
     mask = _read_mask(attention_mask, sliding_window, layer.routing)
     layer.window = mask.window
     valid = None if mask.valid is None else mask.valid[:, -key.shape[2] :].bool()
@@ -120,7 +120,7 @@ def routed_attention(
     cache, layer.cache = layer.cache, None
     if cache is not None:
         if mask.segments is not None:
-            raise RetrofitError(
+            raise ModelError(
                 f"{type(module).__name__} attends in chunks, which a regime cache has no form of; "
                 "pass use_cache=False"
             )
@@ -143,7 +143,7 @@ def _read_mask(
     if isinstance(mask, RoutedMask):
         return mask
     if mask is not None and mask.dim() != 2:
-        raise RetrofitError(
+        raise ModelError(
             f"attention_mask must be [batch, tokens] (1: a token, 0: padding) under {routing} "
             f"routing, got {list(mask.shape)}"
         )

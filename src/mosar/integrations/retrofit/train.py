@@ -21,19 +21,18 @@ import torch
 from torch import Tensor
 
 from mosar.core.config import MoSARConfig
+from mosar.errors import ModelError, TrainingError, TrainingInterrupted
 from mosar.files import parse_json, replace_synced
 from mosar.integrations.retrofit.adapter import copy_routers, save_adapter
 from mosar.integrations.retrofit.attach import Retrofit
 from mosar.integrations.retrofit.base_model import BaseIdentity, check_length, context_length
 from mosar.integrations.retrofit.config import RetrofitSettings
-from mosar.integrations.retrofit.errors import RetrofitError
 from mosar.integrations.retrofit.layer import RoutedLayer
 from mosar.integrations.retrofit.learner import LayerInput, LayerLearner, LayerMeasure
 from mosar.integrations.retrofit.windows import Windows
 from mosar.records import environment
 from mosar.training import checkpoints
 from mosar.training.checkpoints import DamagedCheckpoint
-from mosar.training.errors import TrainingError, TrainingInterrupted
 from mosar.training.progress import Reporter
 from mosar.training.run_folder import (
     CHECKPOINTS,
@@ -78,7 +77,7 @@ def train_retrofit(
     """Trains into the run folder `out`, going on from its newest checkpoint if there is one.
 
     start_from: an adapter to begin with, its lambda too, instead of nearly uniform choices; they
-    have settled, so their entropy is left alone. notes: more for adapter.json. A RetrofitError or
+    have settled, so their entropy is left alone. notes: more for adapter.json. A ModelError or
     TrainingError says what stopped it; SIGINT and SIGTERM save first and raise TrainingInterrupted.
     The model ends under "sparse" routing.
     """
@@ -139,28 +138,26 @@ class _Run:
         path, folder = self.out / CONFIG, self.out / CHECKPOINTS
         if not path.exists():
             if checkpoints.list_steps(folder):
-                raise RetrofitError(
-                    f"{self.out} has checkpoints but no {CONFIG}; give another --out"
-                )
+                raise ModelError(f"{self.out} has checkpoints but no {CONFIG}; give another --out")
             return self._begin(path, content)
         try:
             saved = parse_json(path.read_bytes())
             differing = [key for key in content if saved.get(key) != content[key]]
         except (OSError, ValueError, AttributeError):
-            raise RetrofitError(
+            raise ModelError(
                 f"{path} is not a retrofit's configuration; give another --out"
             ) from None
         if differing and saved.get("kind") == content["kind"] and not has_made_a_step(self.out):
             return self._begin(path, content)
         if differing:
-            raise RetrofitError(
+            raise ModelError(
                 f"{self.out} holds a run with other {', '.join(differing)}; give another --out"
             )
         checkpoints.remove_unfinished(folder)
         try:
             checkpoint = checkpoints.newest_checkpoint(folder, reporter.say)
         except DamagedCheckpoint as error:
-            raise RetrofitError(f"{error}; give another --out to start again") from None
+            raise ModelError(f"{error}; give another --out to start again") from None
         if checkpoint is None:
             return 0
         self._restore(checkpoint)
@@ -265,7 +262,7 @@ class _Run:
 
         loss = sum(m.loss for m in measures) / len(measures)
         if not math.isfinite(loss):
-            raise RetrofitError(f"step {step}: the loss is {loss}; the last checkpoint is kept")
+            raise ModelError(f"step {step}: the loss is {loss}; the last checkpoint is kept")
         number = len(self.learners)
         by_layer = [
             torch.stack([m.density for m in measures[index::number]]).mean(dim=0).tolist()

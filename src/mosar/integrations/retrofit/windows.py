@@ -18,10 +18,10 @@ from torch import Tensor
 
 from mosar.data.corpora import find_source, read_documents
 from mosar.data.documents import ReadReport
-from mosar.data.errors import DataError
 from mosar.data.manifest import MANIFEST
 from mosar.data.stream import TokenStream
 from mosar.data.tokenizer import load_tokenizer
+from mosar.errors import DataError
 
 _PROBE = "The 3 quick brown foxes,\n  naïve & 12.5 % (so they say) jumped over λ-calculus."
 

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.hf_storage import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from mosar.errors import TrainingError
 from mosar.files import file_checksum, sync
 from mosar.training.checkpoints import (
     Checkpoint,
@@ -31,7 +32,6 @@ from mosar.training.checkpoints import (
     unfinished_path,
 )
 from mosar.training.distributed.shards import OPTIMIZER_STATE, PARAMETERS, shard_prefix
-from mosar.training.errors import TrainingError
 
 if TYPE_CHECKING:
     from mosar.training.distributed.process_team import ProcessTeam

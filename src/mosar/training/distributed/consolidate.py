@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from mosar.errors import TrainingError
 from mosar.files import make_folder, replace_synced
 from mosar.training import checkpoints
 from mosar.training.checkpoints import DamagedCheckpoint
 from mosar.training.config import DistributedConfig
-from mosar.training.errors import TrainingError
 from mosar.training.run_folder import (
     CHECKPOINTS,
     METRICS,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from mosar.training.errors import TrainingError
+from mosar.errors import TrainingError
 
 
 def launched() -> tuple[int, int]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from mosar.errors import TrainingError
 from mosar.training.config import DistributedConfig, RunConfig
 from mosar.training.distributed.environment import launched
 from mosar.training.distributed.mesh import check_mesh
 from mosar.training.distributed.team import Team
-from mosar.training.errors import TrainingError
 
 
 def open_team(config: RunConfig) -> Team:

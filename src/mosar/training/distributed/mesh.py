@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from mosar.errors import TrainingError
 from mosar.geometries import AttentionConfig
 from mosar.model.config import ModelConfig
 from mosar.training.config import RunConfig
 from mosar.training.distributed.share import Share
-from mosar.training.errors import TrainingError
 
 
 class Mesh(NamedTuple):

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from mosar.errors import LostProcessError, TrainingError
 from mosar.model.decoder import Decoder
 from mosar.training.checkpoints import Checkpoint
 from mosar.training.config import RunConfig
@@ -31,7 +32,6 @@ from mosar.training.distributed.mesh import Mesh
 from mosar.training.distributed.operators import add
 from mosar.training.distributed.team import Team
 from mosar.training.distributed.tensor import local
-from mosar.training.errors import LostProcessError, TrainingError
 from mosar.training.objective import Objective, Terms
 from mosar.training.precision import autocast
 from mosar.training.stopping import StopRequest
