@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mosar.errors import ModelError
+from mosar.errors import ModelError, MosarError
 from mosar.evaluation import evaluate as evaluate_module
 from mosar.evaluation.evaluate import evaluate
 from mosar.evaluation.loaded_run import _device
@@ -204,7 +204,7 @@ def test_evaluation_leaves_the_training_as_it_was(run):
 def test_what_is_wrong_with_the_run_is_said(run, spoil, message):
     folder = run("rope")
     spoil(folder)
-    with pytest.raises(ModelError, match=message) as caught:
+    with pytest.raises(MosarError, match=message) as caught:
         evaluate(folder, **QUICK)
     assert "\n" not in str(caught.value)
     assert not (folder / "evaluations").exists()

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from mosar.cli import app
 from mosar.data.tokenizer import load_tokenizer
-from mosar.errors import ModelError
+from mosar.errors import ModelError, TrainingError
 from mosar.evaluation.loaded_run import LoadedRun
 from mosar.files import sealed
 from mosar.geometries import VARIANTS
@@ -242,7 +242,7 @@ def test_a_full_disk(run, bpe_dataset, tmp_path, room):
 def test_altered_metrics_are_not_exported(run, tmp_path):
     source = run()
     (source / "metrics.jsonl").write_text('{"step": 20, "split": "valid", "loss": 1\n')
-    with pytest.raises(ModelError, match=r"metrics\.jsonl, line 1 or one before it is not"):
+    with pytest.raises(TrainingError, match=r"metrics\.jsonl, line 1 or one before it is not"):
         export_run(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
