@@ -14,6 +14,7 @@ from mosar.core.positional import alibi_slopes
 from mosar.core.reference_attention import dense_attention
 from mosar.geometries import (
     GEOMETRIES,
+    PAPER_VARIANTS,
     VARIANTS,
     AttentionConfig,
     Geometry,
@@ -200,7 +201,7 @@ def test_plain_attention_leaves_the_cpu_to_our_operator(monkeypatch):
 
 def test_the_eight_variants():
     names = "rope alibi p-rope fixed-s fixed-m rope-m-mask mosar mosar-cost"
-    assert list(VARIANTS) == names.split()
+    assert list(PAPER_VARIANTS) == names.split()
     assert VARIANTS["p-rope"].rope_fraction == 0.75
     assert VARIANTS["mosar-cost"].cost_weight == 0.01
     assert VARIANTS["mosar-cost"].cost_warmup == 500
@@ -298,3 +299,15 @@ def test_a_new_geometry_is_one_class(monkeypatch):
     q, k, v = heads()
     out, _ = a_geometry(AttentionConfig(geometry="near"))(q, k, v, scale=SCALE)
     torch.testing.assert_close(out, by_definition(q, k, v, window=3))
+
+
+def test_nope_has_no_positions():
+    """It is attention without a bias, and does not see in which order the past stands."""
+    q, k, v = heads()
+    out, told = a_geometry("nope")(q, k, v, scale=SCALE)
+    torch.testing.assert_close(out, by_definition(q, k, v, rotation=False))
+    assert told is None
+    order = torch.cat([torch.randperm(k.shape[1] - 1), torch.tensor([k.shape[1] - 1])])
+    again, _ = a_geometry("nope")(q, k[:, order], v[:, order], scale=SCALE)
+    torch.testing.assert_close(again[:, -1], out[:, -1])
+    assert not torch.allclose(again[:, 20], out[:, 20])

@@ -46,10 +46,11 @@ GEOMETRIES.update(
         "fixed": Fixed,
         "rope-mask": RopeMask,
         "mosar": MoSAR,
+        "nope": Geometry,
     }
 )
 
-VARIANTS: dict[str, AttentionConfig] = {
+_PAPER = {
     "rope": AttentionConfig(geometry="rope"),
     "alibi": AttentionConfig(geometry="alibi"),
     "p-rope": AttentionConfig(geometry="p-rope", rope_fraction=0.75),
@@ -59,5 +60,10 @@ VARIANTS: dict[str, AttentionConfig] = {
     "mosar": AttentionConfig(geometry="mosar"),
     "mosar-cost": AttentionConfig(geometry="mosar", cost_weight=0.01, cost_warmup=500),
 }
-PAPER_VARIANTS = tuple(VARIANTS)
+PAPER_VARIANTS = tuple(_PAPER)
 """The matched set of the paper, which `mosar reproduce` runs unless told otherwise."""
+VARIANTS: dict[str, AttentionConfig] = {
+    **_PAPER,
+    "nope": AttentionConfig(geometry="nope"),
+}
+"""Every model that can be compared, by name."""
