@@ -13,7 +13,7 @@ from mosar.bench import decode
 from mosar.bench.decode import DecodeComparison, DenseSteps, OurSteps, build_steps, check_steps
 from mosar.bench.problem import Case, Shape
 from mosar.core.hard_domain import build_hard_domain
-from mosar.model.regime_cache import RegimeLayerCache
+from mosar.model.cache import RegimeLayerCache
 from mosar.records import DecodeBenchmark, ErrorCheck, Measurement, read_records
 
 TINY = "decode --shapes 4x2x8 --lengths 40,300 --seconds 0.001"

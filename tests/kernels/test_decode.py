@@ -269,7 +269,7 @@ def test_choice():
     cpu = torch.device("cpu")
     assert decode.can_serve("native", cpu, torch.bfloat16)
     assert decode.can_serve("auto", cpu, torch.float32)
-    assert not decode.can_serve("torch", cpu, torch.float32)
+    assert not decode.can_serve("tiled", cpu, torch.float32)
     assert not decode.can_serve("auto", cpu, torch.float64)
     assert not decode.can_serve("auto", torch.device("cuda"), torch.float32)
     with pytest.raises(ValueError, match="keys are on cuda; use impl='auto'"):
@@ -281,7 +281,7 @@ def test_choice():
 def test_without_the_library(monkeypatch):
     monkeypatch.setattr(decode.native, "native_obstacle", lambda: "no compiler")
     case = BASE.with_(num_keys=50, num_queries=50)
-    assert_right(case, *feed_all(new_cache(case, impl="torch"), case, (30, *(1,) * 20)))
+    assert_right(case, *feed_all(new_cache(case, impl="tiled"), case, (30, *(1,) * 20)))
     assert not decode.can_serve("auto", torch.device("cpu"), torch.float32)
     with pytest.raises(ValueError, match="no compiler; use impl='auto'"):
         decode.can_serve("native", torch.device("cpu"), torch.float32)

@@ -19,7 +19,7 @@ from kernels.budget import assert_within_budget
 from kernels.test_paths import BASE, GEOMETRIES
 from mosar import MoSARConfig, Regime, mosar_attention
 from mosar.kernels import tables
-from mosar.model.regime_cache import RegimeLayerCache
+from mosar.model.cache import RegimeLayerCache
 
 FARTHEST = 2**31 - 3
 PATHS = [

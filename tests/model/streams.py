@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cases import HEADS, Case, configs
 from kernels.budget import errors, operator, pairs, plain_attend, scores
-from mosar.model.regime_cache import RegimeLayerCache
+from mosar.model.cache import RegimeLayerCache
 
 PADDINGS = ("none", "left", "holes")
 # Output and log-sum-exp.

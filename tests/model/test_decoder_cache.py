@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from mosar.geometries import VARIANTS, AttentionConfig
-from mosar.model.dense_cache import DenseCache, DenseLayerCache
-from mosar.model.regime_cache import RegimeCache
+from mosar.model.cache import DenseCache, DenseLayerCache, RegimeCache
 
 from .models import small_decoder
 from .test_decoder import logits_of, make_lively, some_tokens

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from cases import Case
 from mosar import MoSARConfig, Regime, mosar_attention
 from mosar.bench.labels import make_labels
-from mosar.model.regime_cache import RegimeCache, RegimeLayerCache
-from mosar.model.regime_lists import PAGE
+from mosar.model.cache import RegimeCache, RegimeLayerCache
+from mosar.model.cache.regime_lists import PAGE
 
 from .streams import assert_right, feed, feed_all, new_cache, portions, stream, streams
 
-IMPLEMENTATIONS = ("native", "torch")
+IMPLEMENTATIONS = ("native", "tiled")
 implementations = pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 # Short reaches: keys are evicted within a page, and within several.
 SHORT = MoSARConfig(
@@ -40,10 +40,10 @@ def stored_slots(cache: RegimeLayerCache) -> dict[tuple[int, int], set[int]]:
     """(row, group) -> the slots whose keys the lists hold."""
     cache.settle()
     lists = cache._store.lists
-    places = lists.places()
-    slots = lists.marks[places.page, 1, places.at].tolist()
+    keys = lists.stored_keys()
+    slots = keys.slot.tolist()
     held = {(b, g): set() for b in range(lists.rows) for g in range(lists.groups)}
-    for index, slot in zip(places.lists.tolist(), slots, strict=True):
+    for index, slot in zip(keys.lists.tolist(), slots, strict=True):
         held[divmod(index // lists.classes, lists.groups)].add(slot)
     assert sum(map(len, held.values())) == len(slots)
     return held

@@ -24,7 +24,7 @@ from mosar.bench.correctness import choose_rows, dense_rows, error_check
 from mosar.bench.problem import Case, Problem, Shape, build_problem, count_pairs
 from mosar.bench.table import MIB, Column, Verdict, verdict
 from mosar.bench.timing import interleave_passes
-from mosar.model.regime_cache import RegimeLayerCache
+from mosar.model.cache import RegimeLayerCache
 from mosar.records import DecodeBenchmark, ErrorCheck
 
 SHAPES = (Shape(9, 3, 64), Shape(8, 1, 256))

@@ -32,9 +32,9 @@ from mosar.bench.timing import interleave_passes
 from mosar.bench.transformers_models import build_llama
 from mosar.core.outputs import RouterOutput
 from mosar.geometries import AttentionConfig, LayerRouting
+from mosar.model.cache import RegimeCache
 from mosar.model.config import ModelConfig
 from mosar.model.decoder import Decoder
-from mosar.model.regime_cache import RegimeCache
 from mosar.records import ErrorCheck, ModelDecodeBenchmark
 
 _FIELDS = (
@@ -277,6 +277,6 @@ class TransformersSteps(ModelSteps):
 
 def check_steps(ours: RegimeSteps) -> ErrorCheck:
     """Logits of the first steps against the same in float64 with torch operators."""
-    plain = RegimeSteps(ours.text, impl="torch").outputs(_CHECKED_STEPS)
-    exact = RegimeSteps(ours.text, torch.float64, "torch").outputs(_CHECKED_STEPS)
+    plain = RegimeSteps(ours.text, impl="tiled").outputs(_CHECKED_STEPS)
+    exact = RegimeSteps(ours.text, torch.float64, "tiled").outputs(_CHECKED_STEPS)
     return error_check(ours.outputs(_CHECKED_STEPS), plain, exact)

@@ -73,13 +73,9 @@ class RetrofitReader:
     @property
     def cache_bytes(self) -> int:
         """Memory that the cache holds."""
-        layers = [] if self.cache is None else self.cache.layers
-        return sum(
-            layer.regime.allocated_bytes
-            if hasattr(layer, "regime")
-            else layer.keys.nbytes + layer.values.nbytes
-            for layer in layers
-        )
+        from mosar.integrations.transformers_cache import cache_bytes
+
+        return cache_bytes(self.cache)
 
     @property
     def dense_bytes(self) -> int:

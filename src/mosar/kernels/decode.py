@@ -1,6 +1,6 @@
 """The regime KV cache in C++: append a token a row, and attend with one query a row.
 
-A cache's state is six tensors (`mosar.model.regime_lists` owns them and says what they hold):
+A cache's state is six tensors (`mosar.model.cache.regime_lists` owns them and says what they hold):
 k_pool, v_pool, table, marks, free, progress. See csrc/lists.h and csrc/decode.h.
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from mosar.core.config import MoSARConfig
 from mosar.kernels import native
 
-IMPLEMENTATIONS = ("auto", "native", "torch", "triton")
+IMPLEMENTATIONS = ("auto", "native", "tiled", "triton")
 State = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
@@ -22,7 +22,7 @@ def can_serve(impl: str, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether these kernels serve a cache, or torch operators; "native" is refused where not."""
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl must be one of {IMPLEMENTATIONS}, got {impl!r}")
-    if impl in ("torch", "triton"):
+    if impl in ("tiled", "triton"):
         return False
     if device.type != "cpu":
         obstacle = f"it runs on the CPU, and the keys are on {device}"

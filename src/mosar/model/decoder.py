@@ -26,10 +26,10 @@ from mosar.attention import ROUTINGS, Routing
 from mosar.core.layout import can_check_values
 from mosar.geometries import Attended, AttentionConfig, Geometry, LayerRouting
 from mosar.kernels.elementwise import geglu
+from mosar.model.cache import DenseCache, RegimeCache
+from mosar.model.cache.regime import CACHE_OPTIONS
 from mosar.model.config import ModelConfig
-from mosar.model.dense_cache import DenseCache
 from mosar.model.norm import RMSNorm
-from mosar.model.regime_cache import CACHE_OPTIONS, RegimeCache
 
 # How the tokens of a call stand, as arguments of a geometry.
 Placement = dict[str, Tensor | None]

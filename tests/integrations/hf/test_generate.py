@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from model.test_decoder import some_tokens
 from mosar.geometries import VARIANTS, AttentionConfig
 from mosar.integrations.hf import MosarCache
-from mosar.model.regime_cache import RegimeCache
+from mosar.model.cache import RegimeCache
 
 from .runs import small_model
 

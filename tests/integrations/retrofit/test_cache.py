@@ -54,7 +54,7 @@ def test_eviction_frees_memory():
         model(input_ids=tokens(1, 300), past_key_values=cache)
     for layer in cache.layers:
         assert isinstance(layer, RegimeCacheLayer)
-        counts = {name: int(value.sum()) for name, value in layer.regime.regime_counts.items()}
+        counts = {name: int(value.sum()) for name, value in layer.state.regime_counts.items()}
         # Two groups; S keys live 4 tokens, M keys 12, and the margin of 32 for both.
         assert counts["S"] <= 2 * 37 and counts["M"] <= 2 * 45
         assert counts["sinks"] == 4

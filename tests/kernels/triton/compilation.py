@@ -105,7 +105,7 @@ def record_launches(
     from mosar import MoSARConfig
     from mosar.core.layout import resolve_layout
     from mosar.kernels.triton import blocks, callers, decode, ops, plan
-    from mosar.model.regime_cache import RegimeLayerCache
+    from mosar.model.cache import RegimeLayerCache
 
     launches: list[Launch] = []
     names = {kernel: name for name, kernel in blocks.KERNELS.items()}
@@ -134,7 +134,7 @@ def record_launches(
         mock.patch.object(ops, "choose", lambda name, *_: (blocks.KERNELS[name], {})),
     ):
         if call == "decode":
-            cache = RegimeLayerCache(config, impl="torch")
+            cache = RegimeLayerCache(config, impl="tiled")
             cache.update(k, v, labels)
             cache.settle()
             store: Any = cache._store

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from model.streams import assert_right, feed_all, new_cache, stream, streams
 from mosar import MoSARConfig, Regime
 from mosar.kernels.triton import decode
-from mosar.model.regime_cache import RegimeLayerCache
+from mosar.model.cache import RegimeLayerCache
 
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero")
 SHORT = MoSARConfig(

@@ -16,7 +16,7 @@ from mosar import MoSARConfig, Regime, distance_attention, mosar_attention
 from mosar.attention import _choose_implementation
 from mosar.kernels import triton
 from mosar.kernels.triton import decode, ops, plan
-from mosar.model.regime_cache import RegimeLayerCache
+from mosar.model.cache import RegimeLayerCache
 
 CONFIG = MoSARConfig(
     regimes=(Regime("S", 3, 0.75), Regime("M", 8, 0.5), Regime("G", 20, 1.0)), num_sinks=1

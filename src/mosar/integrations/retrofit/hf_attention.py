@@ -27,7 +27,6 @@ from mosar.attention import distance_attention, mosar_attention
 from mosar.core.routers import top1_routing
 from mosar.errors import ModelError
 from mosar.geometries import LayerRouting
-from mosar.integrations.retrofit.cache import RegimeCacheLayer
 from mosar.integrations.retrofit.layer import RoutedLayer
 
 NAME = "mosar_retrofit"
@@ -124,7 +123,12 @@ def routed_attention(
                 f"{type(module).__name__} attends in chunks, which a regime cache has no form of; "
                 "pass use_cache=False"
             )
-        out = _attend_cached(layer, cache, query, key, value, valid, options)
+        # The new tokens alone; the cache has the others, with their regimes.
+        state = cache.state
+        if not state.slots:
+            state.window = layer.window
+        routed = layer.route(query, key)
+        out = state.attend_routed(query, key, value, routed, key_valid=valid, **options)
     else:
         options |= {
             "window": layer.window,
@@ -164,31 +168,6 @@ def _chosen(layer: RoutedLayer, routed: LayerRouting) -> tuple[Tensor, Tensor]:
         return routed.query.probabilities, routed.key.probabilities
     # Labels come from the logits: two may differ where their probabilities tie.
     return top1_routing(routed.query.logits), top1_routing(routed.key.logits)
-
-
-def _attend_cached(
-    layer: RoutedLayer,
-    cache: RegimeCacheLayer,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    valid: Tensor | None,
-    options: dict[str, Any],
-) -> Tensor:
-    """k and v are of the new tokens alone; the cache has the others, with their regimes."""
-    routed = layer.route(q, k)
-    soft = layer.routing == "soft"
-    if not cache.regime.slots:
-        cache.regime.window = layer.window
-    cache.regime.update(
-        k,
-        v,
-        routed.key.labels,
-        pi_k=routed.key.probabilities if soft else None,
-        key_valid=valid,
-    )
-    pi_q = routed.query.probabilities if soft else None
-    return cache.regime.attend(q, routed.query.labels, pi_q=pi_q, **options)
 
 
 AttentionInterface.register(NAME, routed_attention)

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from mosar.integrations.retrofit.attach import DENSE, Retrofit
-from mosar.integrations.retrofit.cache import RegimeCacheLayer
+from mosar.integrations.transformers_cache import cache_bytes
 from mosar.records import Measurement, RetrofitSpeed
 
 _ROUTINGS = (DENSE, "sparse")
@@ -79,16 +79,6 @@ def _round(attached: Retrofit, routing: str, ids: Tensor, steps: int) -> tuple[f
             model(input_ids=token, past_key_values=cache, use_cache=True)
 
     return prefill, _milliseconds(write) / steps, held
-
-
-def cache_bytes(cache: DynamicCache) -> int:
-    """Memory that a cache holds, of regimes or of transformers' own."""
-    return sum(
-        layer.regime.allocated_bytes
-        if isinstance(layer, RegimeCacheLayer)
-        else layer.keys.nbytes + layer.values.nbytes  # pyright: ignore
-        for layer in cache.layers
-    )
 
 
 def _milliseconds(work: Callable[[], Any]) -> float:

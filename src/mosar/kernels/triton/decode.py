@@ -1,7 +1,7 @@
 """One query a row over the regime cache: split over the keys of each list, then combined.
 
-`mosar.model.regime_lists` says how keys are stored: lists per (row, group, class) in pages of a
-pool. A program takes one key/value head, one class and one part of the slice that the query reads
+`mosar.model.cache.regime_lists` says how keys are stored: lists per (row, group, class) in pages of
+a pool. A program takes one key/value head, one class and one part of the slice that the query reads
 of that list; what it finds is a partial softmax. A second kernel joins the parts of a query head.
 
 The number of parts follows from the longest list the table has room for, which the host knows:

@@ -26,38 +26,30 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mosar.model.layer_cache import ordinary
+from mosar.model.cache.ordered_keys import outlives_inference_mode
 
 PAGE = 32
 SEEN, LAST, HORIZON, EVICTED = range(4)
+_NO_PROGRESS = torch.tensor([[0, -1, 0, -1]])
 
 
-class Places(NamedTuple):
-    """Where keys are, each field [N]."""
+class StoredKeys(NamedTuple):
+    """All keys, list after list, each in its order; each field [N]."""
 
     lists: Tensor
     """Index of the list."""
     page: Tensor
     at: Tensor
     """Place in the page."""
-
-
-class Gathered(NamedTuple):
-    """Keys of each (row, group) in the order of their slots."""
-
-    k: Tensor
-    """[B * Gr, heads, S, D], zeros where nothing is."""
-    v: Tensor
-    classes: Tensor
-    """[B * Gr, S], as the rest."""
-    positions: Tensor
-    valid: Tensor
+    row: Tensor
+    position: Tensor
+    slot: Tensor
 
 
 class RegimeLists:
     """The lists of one layer; every method keeps them consistent or raises before changing one."""
 
-    @ordinary
+    @outlives_inference_mode
     def __init__(
         self,
         rows: int,
@@ -75,13 +67,7 @@ class RegimeLists:
         self.table = torch.zeros(rows * groups * classes, 2, dtype=torch.int32)
         self.marks = torch.zeros(0, 2, PAGE, dtype=torch.int32)
         self.free = torch.zeros(1, dtype=torch.int32)
-        self.progress = torch.tensor([[0, -1, 0, -1]]).repeat(rows, 1)
-
-    def emptied(self) -> RegimeLists:
-        """The same rows, groups and classes without a key or a past."""
-        _, heads, dim, _ = self.k_pool.shape
-        kind = {"dtype": self.k_pool.dtype, "device": self.k_pool.device}
-        return RegimeLists(self.rows, self.groups, self.classes, heads, dim, **kind)
+        self.progress = _NO_PROGRESS.repeat(rows, 1)
 
     @property
     def rows(self) -> int:
@@ -107,21 +93,20 @@ class RegimeLists:
         _, heads, dim, _ = self.k_pool.shape
         return 2 * heads * dim * self.k_pool.element_size() + 8
 
-    def places(self) -> Places:
-        """All keys, list after list, each in its order."""
+    def stored_keys(self) -> StoredKeys:
         begin, end = self.table[:, 0].long(), self.table[:, 1].long()
-        return self._places(begin, end - begin)
+        lists, page, at = self._places(begin, end - begin)
+        position, slot = self.marks[page, :, at].long().unbind(dim=1)
+        return StoredKeys(lists, page, at, lists // (self.groups * self.classes), position, slot)
 
-    def _places(self, begin: Tensor, counts: Tensor) -> Places:
+    def _places(self, begin: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """List, page and place in it of so many keys of each list, from `begin` on."""
         lists = torch.repeat_interleave(counts)
         start = counts.cumsum(0) - counts
         place = torch.arange(len(lists)) - start[lists] + begin[lists]
-        return Places(lists, self.table[lists, 2 + place // PAGE].long(), place % PAGE)
+        return lists, self.table[lists, 2 + place // PAGE].long(), place % PAGE
 
-    def row_of(self, lists: Tensor) -> Tensor:
-        return lists // (self.groups * self.classes)
-
-    @ordinary
+    @outlives_inference_mode
     def append(
         self,
         k: Tensor,
@@ -152,19 +137,17 @@ class RegimeLists:
             split = new.unflatten(1, (self.groups, -1))
             pool[page, :, at] = split[row, group, :, column].to(pool.dtype)
 
-    @ordinary
+    @outlives_inference_mode
     def evict(self, limits: Tensor, reach: Tensor) -> None:
         """Drops the keys that a query at limits [B] cannot reach any more; reach [C] int64."""
-        lists, page, at = self.places()
-        position, slot = self.marks[page, :, at].long().unbind(dim=1)
-        out_of_reach = position + reach[lists % self.classes] + 1
-        row = self.row_of(lists)
-        dead = out_of_reach <= limits[row]
+        keys = self.stored_keys()
+        out_of_reach = keys.position + reach[keys.lists % self.classes] + 1
+        dead = out_of_reach <= limits[keys.row]
         if not dead.any():
             return
-        self.note_eviction(row[dead], out_of_reach[dead], slot[dead])
+        self.note_eviction(keys.row[dead], out_of_reach[dead], keys.slot[dead])
         # The dead ones of a list are its first ones.
-        self.table[:, 0] += torch.bincount(lists[dead], minlength=len(self.table)).int()
+        self.table[:, 0] += torch.bincount(keys.lists[dead], minlength=len(self.table)).int()
         for index in (self.table[:, 0] >= PAGE).nonzero()[:, 0].tolist():
             entry = self.table[index]
             emptied, used = int(entry[0]) // PAGE, int(_pages(entry[1]))
@@ -179,12 +162,11 @@ class RegimeLists:
                 0, row, values, "amax"
             )
 
-    @ordinary
+    @outlives_inference_mode
     def crop(self, length: int) -> None:
         """Drops every key from slot `length` on."""
-        lists, page, at = self.places()
-        position, slot = self.marks[page, :, at].long().unbind(dim=1)
-        gone, row = slot >= length, self.row_of(lists)
+        lists, _, _, row, position, slot = self.stored_keys()
+        gone = slot >= length
         # Each token is in one list of every group.
         first_group = gone & (lists // self.classes % self.groups == 0)
         self.progress[:, SEEN] -= torch.bincount(row[first_group], minlength=self.rows)
@@ -197,17 +179,19 @@ class RegimeLists:
         after = _pages(self.table[:, 1])
         for index in (after < before).nonzero()[:, 0].tolist():
             self._give_back(self.table[index, 2 + int(after[index]) : 2 + int(before[index])])
+        if not length:
+            # Where nothing is left, nothing that was evicted can be missed.
+            self.progress[:] = _NO_PROGRESS
         self.shrink()
 
     def last_positions(self, length: int) -> Tensor:
         """The last position before slot `length` of each row, -1 where no key is left, [B]."""
-        lists, page, at = self.places()
-        position, slot = self.marks[page, :, at].long().unbind(dim=1)
-        kept = slot < length
+        keys = self.stored_keys()
+        kept = keys.slot < length
         nothing = torch.full((self.rows,), -1)
-        return nothing.scatter_reduce(0, self.row_of(lists)[kept], position[kept], "amax")
+        return nothing.scatter_reduce(0, keys.row[kept], keys.position[kept], "amax")
 
-    @ordinary
+    @outlives_inference_mode
     def select_rows(self, rows: Tensor) -> None:
         """Rows [B'] become the rows; one that is taken again is copied, one not taken is freed."""
         per_row = self.groups * self.classes
@@ -232,42 +216,35 @@ class RegimeLists:
                     pool[copy.to(pool.device)] = pool[source.to(pool.device)]
         self.shrink()
 
-    @ordinary
-    def gather(self, slots: int | None = None) -> Gathered:
-        """All keys in the order of their slots; with `slots`, each in the column of its slot."""
-        lists, page, at = self.places()
-        position, slot = self.marks[page, :, at].long().unbind(dim=1)
-        member = lists // self.classes
-        order = torch.argsort(member * (1 << 32) + slot)
-        lists, page, at, position, slot, member = (
-            x[order] for x in (lists, page, at, position, slot, member)
-        )
-        members = self.rows * self.groups
+    @outlives_inference_mode
+    def gather(self, slots: int | None = None) -> tuple[Tensor, ...]:
+        """All keys in the order of their slots; with `slots`, each in the column of its slot.
+
+        k and v [B * Gr, heads, S, D], zeros where nothing is; classes, positions and valid
+        [B * Gr, S] on the CPU.
+        """
+        keys = self.stored_keys()
+        order = torch.argsort(keys.lists // self.classes * (1 << 32) + keys.slot)
+        keys = StoredKeys(*(x[order] for x in keys))
+        member, members = keys.lists // self.classes, self.rows * self.groups
         counts = torch.bincount(member, minlength=members)
         start = counts.cumsum(0) - counts
-        column = torch.arange(len(member)) - start[member] if slots is None else slot
+        column = torch.arange(len(member)) - start[member] if slots is None else keys.slot
         length = int(counts.max()) if slots is None else slots
 
-        def spread(values: Tensor) -> Tensor:
-            return values.new_zeros(members, length).index_put_((member, column), values)
-
-        _, heads, dim, _ = self.k_pool.shape
-        device = self.k_pool.device
-        to = tuple(x.to(device) for x in (member, column))
-        source = tuple(x.to(device) for x in (page, at))
-        keys_and_values = []
+        to = tuple(x.to(self.k_pool.device) for x in (member, column))
+        page, at = (x.to(self.k_pool.device) for x in (keys.page, keys.at))
+        gathered = []
         for pool in (self.k_pool.mT, self.v_pool):
-            padded = pool.new_zeros(members, length, heads, dim)
-            padded[to] = pool[source[0], :, source[1]]
-            keys_and_values.append(padded.transpose(1, 2))
-        return Gathered(
-            *keys_and_values,
-            classes=spread(lists % self.classes),
-            positions=spread(position),
-            valid=spread(torch.ones_like(member, dtype=torch.bool)),
-        )
+            values = pool[page, :, at]
+            padded = pool.new_zeros(members, length, *values.shape[1:])
+            gathered.append(padded.index_put_(to, values).transpose(1, 2))
+        for values in (keys.lists % self.classes, keys.position, torch.ones_like(member).bool()):
+            padded = values.new_zeros(members, length)
+            gathered.append(padded.index_put_((member, column), values))
+        return tuple(gathered)
 
-    @ordinary
+    @outlives_inference_mode
     def reserve(self, pages: int, width: int = 0) -> None:
         """Grows the pool until `pages` are free, and the table to `width` pages a list."""
         missing = pages - int(self.free[0])
@@ -284,7 +261,7 @@ class RegimeLists:
         """For one more token in every list."""
         self.reserve(self.rows * self.groups, int(self.table[:, 1].max()) // PAGE + 1)
 
-    @ordinary
+    @outlives_inference_mode
     def shrink(self) -> None:
         """Returns memory where far more pages are free than growing would have left."""
         total, used = self.k_pool.shape[0], self.k_pool.shape[0] - int(self.free[0])

@@ -13,22 +13,20 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from mosar.attention import mosar_attention
 from mosar.core.config import MoSARConfig
 from mosar.core.layout import can_check_values
 from mosar.kernels import decode
 from mosar.kernels.plan import whole_reach
-from mosar.model.cache_tokens import FAR, Tokens, check_labels
-from mosar.model.regime_lists import EVICTED, HORIZON, LAST, SEEN, RegimeLists
+from mosar.model.cache.regime_lists import EVICTED, HORIZON, LAST, SEEN, RegimeLists
+from mosar.model.cache.tokens import FAR, Tokens, attend_tokens, check_labels
 
 # Below this many pairs the dense reference is quicker than tiling with torch operators.
 _FEW_PAIRS = 512 * 512
 
 
-class SparseKeys:
+class RegimeKeys:
     """The lists of one layer, the chunk that has not settled, and attention over both.
 
     margin: how many positions longer than it is in reach a key is kept; None: for ever.
@@ -45,21 +43,14 @@ class SparseKeys:
     ):
         self.config, self.window, self.margin, self.impl = config, window, margin, impl
         rows, heads, _, dim = like.k.shape
-        dtype, device = like.k.dtype, like.k.device
+        kind: dict[str, Any] = {"dtype": like.k.dtype, "device": like.k.device}
         self.groups = like.labels.shape[1]
-        self._native = decode.can_serve(impl, device, dtype)
+        self._native = decode.can_serve(impl, **kind)
         self._triton = _triton_serves(impl, like.k)
         self._pair_table = decode.pair_table(config)
         self._reach_RC, self._reach_C = _reach(config, window)
-        self.lists = RegimeLists(
-            rows,
-            self.groups,
-            self._reach_RC.shape[1],
-            heads // self.groups,
-            dim,
-            dtype=dtype,
-            device=device,
-        )
+        classes = self._reach_RC.shape[1]
+        self.lists = RegimeLists(rows, self.groups, classes, heads // self.groups, dim, **kind)
         self._chunk: Tokens | None = None
         self._placed = like.positions is not None
         self._slots = self._room = 0
@@ -71,16 +62,9 @@ class SparseKeys:
         return seen if self._chunk is None else seen + self._chunk.all_valid.sum(dim=1).cpu()
 
     @property
-    def last_positions(self) -> Tensor:
-        """The last position of each row, -1 where it has no valid token, [B]."""
-        self.settle()
-        return self.lists.progress[:, LAST]
-
-    @property
     def allocated_bytes(self) -> int:
-        chunk = self._chunk
-        waiting = () if chunk is None else (chunk.k, chunk.v, chunk.labels)
-        return self.lists.allocated_bytes + sum(tensor.nbytes for tensor in waiting)
+        waiting = () if self._chunk is None else self._chunk[:3]
+        return self.lists.allocated_bytes + sum(x.nbytes for x in waiting if x is not None)
 
     @property
     def used_bytes(self) -> int:
@@ -102,13 +86,13 @@ class SparseKeys:
     def append(self, tokens: Tokens) -> None:
         """Takes the next tokens; a chunk waits for its queries."""
         self.settle()
-        if tokens.count == 1 and self._native:
+        if tokens.num_tokens == 1 and self._native:
             self._append_token(tokens)
         else:
             tokens.check_values(self.config, self.lists.progress[:, LAST])
             self._chunk = tokens
-        self._slots += tokens.count
-        if tokens.count == 1:
+        self._slots += tokens.num_tokens
+        if tokens.num_tokens == 1:
             self.settle()
 
     def _append_token(self, tokens: Tokens) -> None:
@@ -176,150 +160,86 @@ class SparseKeys:
     ) -> tuple[Tensor, Tensor]:
         """q [B, Hq, T, D] with labels [B, Gr, T]; output and log-sum-exp."""
         alone = q.shape[2] == 1 and self._chunk is None
-        if alone and self._triton and _triton_serves(self.impl, q):
-            return self._attend_on_gpu(q, labels, positions, scale, softcap)
-        if not alone or not self._native:
+        on_gpu = alone and self._triton and _triton_serves(self.impl, q)
+        if not on_gpu and not (alone and self._native):
             return self._attend_chunk(q, labels, positions, scale=scale, softcap=softcap)
         if positions is not None:
             positions = positions.contiguous()
         elif self._placed:
             positions = self.lists.progress[:, LAST, None].clamp_min(0)
+        options: dict[str, Any] = {
+            "position": max(self._slots - 1, 0),
+            "scale": q.shape[-1] ** -0.5 if scale is None else scale,
+            "softcap": softcap,
+            "config": self.config,
+        }
+        state, flat = self.lists.state, labels.flatten(1).contiguous()
+        if on_gpu:
+            from mosar.kernels.triton.decode import attend_token
+
+            self._check_queries(labels, positions)
+            return attend_token(q, flat, positions, state, window=self.window, **options)
         try:
-            return decode.attend_token(
-                q,
-                labels.flatten(1).contiguous(),
-                positions,
-                self.lists.state,
-                self._reach_RC,
-                self._pair_table,
-                position=max(self._slots - 1, 0),
-                scale=q.shape[-1] ** -0.5 if scale is None else scale,
-                softcap=softcap,
-                config=self.config,
-            )
+            table = self._reach_RC, self._pair_table
+            return decode.attend_token(q, flat, positions, state, *table, **options)
         except (ValueError, RuntimeError):
-            check_labels("labels_q", labels, self.config)
-            self._check_query_positions(self._positions(q, positions))
+            # The kernel checks values, and here they are named.
+            self._check_queries(labels, self._positions(q, positions))
             raise
 
-    def _attend_on_gpu(
-        self,
-        q: Tensor,
-        labels: Tensor,
-        positions: Tensor | None,
-        scale: float | None,
-        softcap: float | None,
-    ) -> tuple[Tensor, Tensor]:
-        from mosar.kernels.triton.decode import attend_token
-
-        if positions is None and self._placed:
-            positions = self.lists.progress[:, LAST, None].clamp_min(0)
-        check_labels("labels_q", labels, self.config)
-        if positions is not None:
-            self._check_query_positions(positions)
-        return attend_token(
-            q,
-            labels.flatten(1),
-            positions,
-            self.lists.state,
-            position=max(self._slots - 1, 0),
-            window=self.window,
-            scale=q.shape[-1] ** -0.5 if scale is None else scale,
-            softcap=softcap,
-            config=self.config,
-        )
-
     def _attend_chunk(
-        self, q: Tensor, labels: Tensor, positions: Tensor | None, **options: Any
+        self, q: Tensor, labels: Tensor, positions: Tensor | None, **scores: Any
     ) -> tuple[Tensor, Tensor]:
         """Any number of queries, by the sparse operator over what the lists and the chunk hold."""
-        check_labels("labels_q", labels, self.config)
         positions = self._positions(q, positions)
-        self._check_query_positions(positions)
+        self._check_queries(labels, positions)
         chunk, groups = self._chunk, self.groups
         shape, num_queries = q.shape, q.shape[2]
-        keys: tuple[Any, ...]
-        if chunk is not None and not self.lists.counts.any():
-            keys = (chunk.k, chunk.v, chunk.labels, chunk.all_positions, chunk.valid)
-        else:
+        keys = chunk
+        if keys is None or self.lists.counts.any():
             # Groups keep different keys: each becomes a row of its own.
             keys = self._gather(chunk)
             q, labels = _fold(q, groups), labels.reshape(-1, 1, num_queries)
             positions = positions.repeat_interleave(groups, dim=0)
-        out, lse = self._operate(q, labels, positions, *keys, **options)
-        if chunk is not None and num_queries >= chunk.count:
+        impl = self.impl
+        if impl == "tiled" and num_queries * keys.num_tokens <= _FEW_PAIRS:
+            impl = "reference"
+        options = {"routing": "sparse", "window": self.window, "impl": impl}
+        out, lse = attend_tokens(q, labels, positions, keys, self.config, **options, **scores)
+        if chunk is not None and num_queries >= chunk.num_tokens:
             self.settle()
         return out.reshape(shape), lse.reshape(shape[:-1])
 
-    def _gather(self, chunk: Tokens | None) -> tuple[Tensor, ...]:
-        """k, v [B * Gr, heads, S, D], labels [B * Gr, 1, S], positions, valid [B * Gr, S]."""
-        got, groups = self.lists.gather(), self.groups
-        device = got.k.device
-        # Sinks come first, and any regime will do for them.
-        labels = got.classes.clamp_max(self.config.global_index)
-        keys = [got.k, got.v, *(x.to(device) for x in (labels, got.positions, got.valid))]
+    def _gather(self, chunk: Tokens | None) -> Tokens:
+        """What the lists and the chunk hold, each group as a row of its own."""
+        keys, groups = self._listed(), self.groups
         if chunk is not None:
-            by_row = (
-                tensor.repeat_interleave(groups, dim=0)
-                for tensor in (chunk.all_positions, chunk.all_valid)
-            )
             new = (
                 _fold(chunk.k, groups),
                 _fold(chunk.v, groups),
                 chunk.labels.flatten(0, 1),
-                *by_row,
+                chunk.all_positions.repeat_interleave(groups, dim=0),
+                chunk.all_valid.repeat_interleave(groups, dim=0),
             )
-            keys = [
-                torch.cat(pair, dim=axis)
-                for *pair, axis in zip(keys, new, (2, 2, 1, 1, 1), strict=True)
-            ]
-        keys[2] = keys[2][:, None]
-        return tuple(keys)
+            axes = (2, 2, 1, 1, 1)
+            keys = [torch.cat(pair, dim=axis) for *pair, axis in zip(keys, new, axes, strict=True)]
+        k, v, labels, positions, valid = keys
+        return Tokens(k, v, labels[:, None], positions=positions, valid=valid)
 
-    def _operate(
-        self,
-        q: Tensor,
-        labels_q: Tensor,
-        query_positions: Tensor,
-        k: Tensor,
-        v: Tensor,
-        labels_k: Tensor,
-        key_positions: Tensor,
-        key_valid: Tensor | None,
-        **options: Any,
-    ) -> tuple[Tensor, Tensor]:
-        wide = torch.promote_types(q.dtype, torch.float32)
-        if not k.shape[2]:
-            return torch.zeros_like(q), q.new_full(q.shape[:-1], -torch.inf, dtype=wide)
-        impl = self.impl
-        if impl == "torch":
-            impl = "reference" if q.shape[2] * k.shape[2] <= _FEW_PAIRS else "tiled"
-        regimes = self.config.num_regimes
-        result: Any = mosar_attention(
-            q,
-            k.to(q.dtype),
-            v.to(q.dtype),
-            F.one_hot(labels_q, regimes).to(wide),
-            F.one_hot(labels_k, regimes).to(wide),
-            self.config,
-            routing="sparse",
-            window=self.window,
-            query_positions=query_positions,
-            key_positions=key_positions,
-            key_valid=key_valid,
-            return_lse=True,
-            impl=impl,
-            **options,
-        )
-        return result
+    def _listed(self, slots: int | None = None) -> list[Tensor]:
+        """What `RegimeLists.gather` gives, on one device and with labels instead of classes."""
+        k, v, classes, *placement = self.lists.gather(slots)
+        # Sinks come first, and any regime will do for them.
+        labels = classes.clamp_max(self.config.global_index)
+        return [k, v, *(x.to(k.device) for x in (labels, *placement))]
 
     def _positions(self, q: Tensor, positions: Tensor | None) -> Tensor:
         """Of the queries, [B, T]; by default they are the last tokens."""
         if positions is not None:
             return positions
         rows, _, count, _ = q.shape
-        if self._chunk is not None and count <= self._chunk.count:
-            return self._chunk.all_positions[:, self._chunk.count - count :]
+        if self._chunk is not None and count <= self._chunk.num_tokens:
+            return self._chunk.all_positions[:, self._chunk.num_tokens - count :]
         if count == 1 and self._placed:
             return self.lists.progress[:, LAST, None].clamp_min(0).to(q.device)
         if self._placed or count > self._slots:
@@ -330,9 +250,10 @@ class SparseKeys:
         slots = torch.arange(self._slots - count, self._slots, device=q.device)
         return slots.expand(rows, -1)
 
-    def _check_query_positions(self, positions: Tensor) -> None:
+    def _check_queries(self, labels: Tensor, positions: Tensor | None) -> None:
         """Queries before the horizon would miss keys that have been evicted."""
-        if not can_check_values(positions):
+        check_labels("labels_q", labels, self.config)
+        if positions is None or not can_check_values(positions):
             return
         lowest, highest = positions.amin(dim=1), int(positions.max())
         if int(lowest.min()) < 0 or highest >= FAR:
@@ -348,19 +269,19 @@ class SparseKeys:
                 "crop_margin or evict=False"
             )
 
-    def ordered(self) -> tuple[Tensor, Tensor, Tensor, None, Tensor, Tensor]:
-        """k, v, labels, no probabilities, positions, valid of all tokens by slot."""
+    def ordered(self) -> Tokens:
+        """All tokens by slot."""
         if self.has_evicted:
             raise ValueError(
                 "keys have been evicted, so the cache cannot give all of them back (evict=False "
                 "keeps them)"
             )
-        got, groups = self.lists.gather(self._slots), self.groups
-        k, v = (x.unflatten(0, (-1, groups)).flatten(1, 2) for x in (got.k, got.v))
-        labels = got.classes.clamp_max(self.config.global_index).unflatten(0, (-1, groups))
+        groups = self.groups
+        k, v, labels, positions, valid = self._listed(self._slots)
+        k, v = (x.unflatten(0, (-1, groups)).flatten(1, 2) for x in (k, v))
+        labels = labels.unflatten(0, (-1, groups))
         # Each group has every token.
-        positions, valid = got.positions[::groups], got.valid[::groups]
-        return k, v, labels.to(k.device), None, positions.to(k.device), valid.to(k.device)
+        return Tokens(k, v, labels, positions=positions[::groups], valid=valid[::groups])
 
     def check_crop(self, length: int) -> None:
         """Refuses to go back where the next query would miss keys that have been evicted."""
@@ -382,12 +303,8 @@ class SparseKeys:
             )
 
     def crop(self, length: int) -> None:
-        """Forgets the tokens from slot `length` on."""
-        self.check_crop(length)
-        if length:
-            self.lists.crop(length)
-        else:
-            self.lists = self.lists.emptied()
+        """Forgets the tokens from slot `length` on, which `check_crop` allows."""
+        self.lists.crop(length)
         self._slots, self._room = length, 0
 
     def select_rows(self, rows: Tensor) -> None:

@@ -1,40 +1,24 @@
 """What every KV cache can do, whatever it keeps: rows move, the last tokens go.
 
-Shapes: B rows.
+Shapes: B rows, Hkv key/value heads, Gr routing groups, S tokens, D head dim.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Iterable, Iterator
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-# A tensor made inside torch.inference_mode cannot be changed outside of it; a cache outlives both.
-ordinary = torch.inference_mode(False)
+from mosar.model.cache.ordered_keys import OrderedKeys
+from mosar.model.cache.regime_keys import RegimeKeys
+from mosar.model.cache.tokens import Tokens, check_grid, check_heads
 
 
-class Store(Protocol):
-    """Where the tokens of one layer are."""
-
-    @property
-    def lengths(self) -> Tensor: ...
-    @property
-    def allocated_bytes(self) -> int: ...
-    @property
-    def used_bytes(self) -> int: ...
-    def check_crop(self, length: int) -> None: ...
-    def crop(self, length: int) -> None: ...
-    def select_rows(self, rows: Tensor) -> None: ...
-
-
-S = TypeVar("S", bound=Store)
-
-
-class LayerCache(Generic[S]):
+class LayerCache:
     """The cache of one layer; subclasses say how tokens come in."""
 
     def __init__(self):
@@ -42,8 +26,11 @@ class LayerCache(Generic[S]):
 
     def reset(self) -> None:
         """Forgets everything, also how many rows there were."""
-        self._store: S | None = None
+        self._store: OrderedKeys | RegimeKeys | None = None
         self._slots = self._rows = 0
+        # Of what was stored: Hkv, D and Gr, and the device.
+        self._sizes: tuple[int, int, int] | None = None
+        self._device: torch.device | None = None
         self._tensors: dict[str, Tensor] | None = None
 
     @property
@@ -70,6 +57,17 @@ class LayerCache(Generic[S]):
     def used_bytes(self) -> int:
         """The memory of the tokens that are stored."""
         return 0 if self._store is None else self._store.used_bytes
+
+    @property
+    def keeps_order(self) -> bool:
+        """Whether there are tokens, stored in the order they came."""
+        return isinstance(self._store, OrderedKeys)
+
+    def ordered(self) -> Tokens:
+        """All tokens in the order they came; a ValueError where keys have been evicted."""
+        if self._store is None:
+            raise ValueError("the cache is empty")
+        return self._store.ordered()
 
     def crop(self, length: int) -> None:
         """Goes back to the first `length` tokens of every row, padding included; below 0: drops as
@@ -101,28 +99,6 @@ class LayerCache(Generic[S]):
             raise ValueError(f"repeats must be an integer >= 1, got {repeats!r}")
         self.batch_select(torch.arange(self._rows).repeat_interleave(repeats))
 
-    def tensors(self) -> dict[str, Tensor]:
-        """All tokens in the order they came, as `load_tensors` takes them.
-
-        Until something changes they are the same objects: torch.export knows its inputs by that.
-        """
-        if self._tensors is None:
-            stored = {} if self._store is None else self._ordered_tensors()
-            # Strides of spare room would be those of one length alone.
-            self._tensors = {name: tensor.contiguous() for name, tensor in stored.items()}
-        return self._tensors
-
-    def _ordered_tensors(self) -> dict[str, Tensor]:
-        raise NotImplementedError
-
-    def load_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Takes what `tensors` of another cache gave, in place of all tokens so far."""
-        raise NotImplementedError
-
-    def settings(self) -> dict[str, Any]:
-        """What another cache must be made with to take this one's tensors, as JSON holds it."""
-        return {}
-
     def batch_select(self, indices: Tensor) -> None:
         """The rows of these indices [B'], in their order; a row may come again, or not at all.
 
@@ -142,14 +118,76 @@ class LayerCache(Generic[S]):
             self._store.select_rows(rows)
             self._rows, self._tensors = len(rows), None
 
+    def tensors(self) -> dict[str, Tensor]:
+        """All tokens in the order they came, as `load_tensors` takes them.
+
+        Until something changes they are the same objects: torch.export knows its inputs by that.
+        """
+        if self._tensors is None:
+            stored = {} if self._store is None else self.ordered()._asdict()
+            # Strides of spare room would be those of one length alone.
+            self._tensors = {
+                name: x.contiguous() for name, x in stored.items() if isinstance(x, Tensor)
+            }
+        return self._tensors
+
+    def load_tensors(self, tensors: dict[str, Any]) -> None:
+        """Takes what `tensors` of another cache gave, in place of all tokens so far."""
+        self.reset()
+        tokens = Tokens(**tensors)
+        store = self._new_store(tokens, in_order=True)
+        store.load(tensors)
+        self._note(store, tokens)
+
+    def settings(self) -> dict[str, Any]:
+        """What another cache must be made with to take this one's tensors, as JSON holds it."""
+        return {}
+
+    @classmethod
+    def from_settings(cls, settings: dict[str, Any]):
+        """An empty cache of these settings."""
+        return cls(**settings)
+
+    def _new_store(self, tokens: Tokens, in_order: bool = False) -> Any:
+        """Where tokens like these go; `in_order`: as they come."""
+        raise NotImplementedError
+
+    def _append(self, tokens: Tokens) -> None:
+        store = self._new_store(tokens) if self._store is None else self._store
+        store.append(tokens)
+        self._note(store, tokens)
+
+    def _note(self, store: OrderedKeys | RegimeKeys, tokens: Tokens) -> None:
+        """The store has taken these tokens."""
+        self._store, self._tensors = store, None
+        self._rows, heads, added, dim = tokens.k.shape
+        self._slots += added
+        self._sizes = (heads, dim, 1 if tokens.labels is None else tokens.labels.shape[1])
+        self._device = tokens.k.device
+
+    def _check_tokens(
+        self, k: Tensor, v: Tensor, positions: Tensor | None, valid: Tensor | None
+    ) -> None:
+        heads, dim, _ = self._sizes or (None, None, None)
+        check_heads("k", k, (self._rows or None, heads, None, dim), self._device)
+        check_heads("v", v, (k.shape[0], k.shape[1], None, k.shape[3]), k.device)
+        if v.shape != k.shape or v.dtype != k.dtype:
+            raise ValueError(
+                f"v must be as k, {list(k.shape)} {k.dtype}, got {list(v.shape)} {v.dtype}"
+            )
+        check_grid("key_positions", positions, k)
+        check_grid("key_valid", valid, k, of_bool=True)
+
 
 L = TypeVar("L", bound=LayerCache)
 
 
-class LayerCaches(Generic[L]):
+class ModelCache(Generic[L]):
     """A model's cache: those of its layers, which have been given the same tokens."""
 
-    def __init__(self, layers: Sequence[L]):
+    layer_class: type[LayerCache]
+
+    def __init__(self, layers: Iterable[L]):
         self.layers = list(layers)
 
     def __len__(self) -> int:
@@ -209,24 +247,23 @@ class LayerCaches(Generic[L]):
         for layer in self.layers:
             layer.batch_select(indices)
 
-    @classmethod
-    def from_settings(cls, settings: Sequence[dict[str, Any]]) -> LayerCaches[L]:
-        """An empty cache of layers with these settings."""
-        raise NotImplementedError
 
+def enter_graphs(kind: type[ModelCache], name: str) -> None:
+    """Lets torch.export take a cache and give it back: tensors by layer, the rest a constant.
 
-def enter_graphs(kind: type[LayerCaches]) -> None:
-    """Lets torch.export take a cache and give it back: tensors by layer, the rest a constant."""
+    name: by which programs that were saved know it.
+    """
 
-    def flatten(cache: LayerCaches) -> tuple[list[Any], str]:
+    def flatten(cache: ModelCache) -> tuple[list[Any], str]:
         return [layer.tensors() for layer in cache], json.dumps([x.settings() for x in cache])
 
-    def flatten_with_keys(cache: LayerCaches) -> tuple[list[Any], str]:
+    def flatten_with_keys(cache: ModelCache) -> tuple[list[Any], str]:
         layers, settings = flatten(cache)
         return [(pytree.SequenceKey(i), layer) for i, layer in enumerate(layers)], settings
 
-    def unflatten(layers: Iterable[Any], settings: str) -> LayerCaches:
-        cache = kind.from_settings(json.loads(settings))
+    def unflatten(layers: Iterable[Any], settings: str) -> ModelCache:
+        cache = kind.__new__(kind)
+        ModelCache.__init__(cache, map(kind.layer_class.from_settings, json.loads(settings)))
         for layer, tensors in zip(cache, layers, strict=True):
             # torch.export also builds trees of other things than tensors; nobody reads them.
             if tensors and all(isinstance(x, Tensor) for x in tensors.values()):
@@ -237,6 +274,6 @@ def enter_graphs(kind: type[LayerCaches]) -> None:
         kind,
         flatten,
         unflatten,
-        serialized_type_name=f"{kind.__module__}.{kind.__qualname__}",
+        serialized_type_name=name,
         flatten_with_keys_fn=flatten_with_keys,
     )

@@ -1,15 +1,17 @@
-"""Tokens on their way into a cache: what `update` was given, checked by name and completed.
+"""Tokens on their way into a cache or out of it, and what is checked about them, by name.
 
 Shapes: B rows, Hkv key/value heads, Gr routing groups, S tokens, D head dim, R regimes.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from mosar.attention import mosar_attention
 from mosar.core.config import MoSARConfig
 from mosar.core.inputs import DTYPES
 from mosar.core.layout import can_check_values, is_traced
@@ -17,32 +19,31 @@ from mosar.core.layout import can_check_values, is_traced
 FAR = torch.iinfo(torch.int32).max
 
 
-@dataclass(frozen=True)
-class Tokens:
+class Tokens(NamedTuple):
     """Consecutive tokens of every row."""
 
     k: Tensor
     """[B, Hkv, S, D], post-positional, unexpanded."""
     v: Tensor
-    labels: Tensor
-    """[B, Gr, S] int64."""
-    pi: Tensor | None
+    labels: Any = None
+    """[B, Gr, S] int64, a sink's may be any; None where there are no regimes."""
+    pi: Tensor | None = None
     """[B, Gr, S, R], under soft routing."""
-    positions: Tensor | None
+    positions: Tensor | None = None
     """[B, S] int64; None: the slots."""
-    valid: Tensor | None
+    valid: Tensor | None = None
     """[B, S] bool; None: all."""
-    first_slot: int
+    first_slot: int = 0
     """How many tokens came before."""
 
     @property
-    def count(self) -> int:
+    def num_tokens(self) -> int:
         return self.k.shape[2]
 
     @property
     def slots(self) -> Tensor:
         """[S]."""
-        return torch.arange(self.first_slot, self.first_slot + self.count)
+        return torch.arange(self.first_slot, self.first_slot + self.num_tokens)
 
     @property
     def all_positions(self) -> Tensor:
@@ -56,9 +57,8 @@ class Tokens:
         """[B, S]."""
         if self.valid is not None:
             return self.valid
-        return torch.ones(1, 1, dtype=torch.bool, device=self.k.device).expand(
-            self.k.shape[0], self.count
-        )
+        some = torch.ones(1, 1, dtype=torch.bool, device=self.k.device)
+        return some.expand(self.k.shape[0], self.num_tokens)
 
     def check_values(self, config: MoSARConfig, last_positions: Tensor) -> None:
         """Labels must be regimes, positions must not fall below those before, [B]."""
@@ -87,6 +87,35 @@ class Tokens:
                 )
 
 
+def attend_tokens(
+    q: Tensor,
+    choice: Tensor,
+    positions: Tensor,
+    keys: Tokens,
+    config: MoSARConfig,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """Queries [B, Hq, T, D] at positions [B, T] over keys, by `mosar_attention`, and log-sum-exp.
+
+    choice: labels [B, Gr, T], or probabilities [B, Gr, T, R] where the keys have theirs.
+    """
+    wide = torch.promote_types(q.dtype, torch.float32)
+    if not keys.num_tokens:
+        return torch.zeros_like(q), q.new_full(q.shape[:-1], -torch.inf, dtype=wide)
+    pi_q, pi_k = choice, keys.pi
+    if pi_k is None:
+        pi_q, pi_k = (F.one_hot(x, config.num_regimes).to(wide) for x in (choice, keys.labels))
+    result: Any = mosar_attention(
+        *(q, keys.k.to(q.dtype), keys.v.to(q.dtype), pi_q, pi_k, config),
+        query_positions=positions,
+        key_positions=keys.all_positions,
+        key_valid=keys.valid,
+        return_lse=True,
+        **options,
+    )
+    return result
+
+
 def check_labels(name: str, labels: Tensor, config: MoSARConfig) -> None:
     """Every label must be the index of a regime."""
     if labels.numel() and can_check_values(labels):
@@ -98,26 +127,15 @@ def check_labels(name: str, labels: Tensor, config: MoSARConfig) -> None:
 
 
 def check_heads(
-    name: str,
-    x: object,
-    batch: int | None,
-    heads: int | None,
-    dim: int | None,
-    device: torch.device | None,
+    name: str, x: object, wanted: tuple[int | None, ...], device: torch.device | None
 ) -> None:
-    """x must be [B, heads, length, D] of a float dtype, without gradient; None: any."""
+    """x must be [B, heads, length, D] as wanted (None: any), floats without gradient."""
     if not isinstance(x, Tensor):
         raise ValueError(f"{name} must be a tensor, got {type(x).__name__}")
-    wanted = (batch, heads, None, dim)
-    if (
-        x.dim() != 4
-        or 0 in x.shape
-        or any(size not in (None, given) for size, given in zip(wanted, x.shape, strict=True))
-    ):
-        sizes = ", ".join(
-            str(name if size is None else size)
-            for name, size in zip(("B", "heads", "length", "D"), wanted, strict=True)
-        )
+    fits = x.dim() == 4 and 0 not in x.shape
+    if not fits or any(w not in (None, n) for w, n in zip(wanted, x.shape, strict=True)):
+        axes = zip(wanted, ("B", "heads", "length", "D"), strict=True)
+        sizes = ", ".join(str(axis if size is None else size) for size, axis in axes)
         raise ValueError(f"{name} must be [{sizes}], none of them 0, got {list(x.shape)}")
     if x.dtype not in DTYPES:
         raise ValueError(f"{name} must be one of {[str(d) for d in DTYPES]}, got {x.dtype}")
@@ -160,8 +178,7 @@ def check_routing(
         raise ValueError(f"{name} must be on {like.device}, got {routing.device}")
     if regimes is not None and routing.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"{name} must be float32 or float64, got {routing.dtype}")
-    fraction = routing.is_floating_point() or routing.is_complex()
-    if regimes is None and (fraction or routing.dtype == torch.bool):
+    if regimes is None and not _is_integer(routing):
         raise ValueError(f"{name} must hold integer regime labels, got {routing.dtype}")
 
 
@@ -173,8 +190,11 @@ def check_grid(name: str, x: Tensor | None, like: Tensor, *, of_bool: bool = Fal
     if not isinstance(x, Tensor) or tuple(x.shape) != (batch, length):
         got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(f"{name} must be [{batch}, {length}], got {got}")
-    integer = not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
-    if (x.dtype != torch.bool) if of_bool else not integer:
+    if (x.dtype != torch.bool) if of_bool else not _is_integer(x):
         raise ValueError(f"{name} must hold {'bool' if of_bool else 'integers'}, got {x.dtype}")
     if x.device != like.device:
         raise ValueError(f"{name} must be on {like.device}, got {x.device}")
+
+
+def _is_integer(x: Tensor) -> bool:
+    return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)

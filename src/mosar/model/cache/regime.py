@@ -1,0 +1,333 @@
+"""The KV cache that forgets exactly what can never be read again.
+
+Under sparse routing no query reads a key of regime n farther away than max_m delta_mn. The cache
+keeps post-positional keys and values, unexpanded, as one list per (row, routing group, regime) and
+one of sinks, and drops a key once the next query is farther from it than that: no output changes.
+One step of decoding reads one slice of each list. Under soft and top-1 routing every pair counts:
+all keys are kept, in order, and the dense operators read them.
+
+    cache.update(k, v, labels_k)         # the next token, or a chunk of any size
+    out = cache.attend(q, labels_q)      # its queries over all tokens so far
+
+A chunk is read where it stands until its queries have attended: k and v must not be changed in
+place between the two calls.
+
+Shapes: B rows, Hq query heads, Hkv key/value heads, Gr routing groups, T queries, S tokens,
+D head dim, R regimes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mosar.attention import ROUTINGS
+from mosar.core.config import MoSARConfig, check_config
+from mosar.core.inputs import DTYPES, check_scores
+from mosar.core.layout import resolve_layout
+from mosar.geometries import LayerRouting
+from mosar.kernels.decode import IMPLEMENTATIONS
+from mosar.model.cache.layer import LayerCache, ModelCache, enter_graphs
+from mosar.model.cache.ordered_keys import OrderedKeys
+from mosar.model.cache.regime_keys import RegimeKeys
+from mosar.model.cache.tokens import Tokens, check_grid, check_heads, check_routing
+
+# What may be asked of a layer's cache besides its routing.
+CACHE_OPTIONS = frozenset({"evict", "crop_margin", "window", "dtype", "impl"})
+
+
+class RegimeLayerCache(LayerCache):
+    """The cache of one attention layer; rows, heads, groups and dtype are as the first tokens'.
+
+    routing: "sparse" keeps lists by regime; "soft" and "top1" keep everything in order.
+    evict: under sparse routing, drop what is out of reach. crop_margin: keep it that many positions
+    longer, so that `crop` can go back as far. window: as in `mosar_attention`. dtype: of storage;
+    None: that of the first keys. impl: "auto" | "native" (CPU; float32, bfloat16, float16) |
+    "triton" (GPU; the same) | "tiled" (torch operators; formerly "torch"); under soft and top-1
+    routing the operators choose by the same rule.
+    """
+
+    def __init__(
+        self,
+        config: MoSARConfig,
+        *,
+        routing: str = "sparse",
+        evict: bool = True,
+        crop_margin: int = 0,
+        window: float | None = None,
+        dtype: torch.dtype | None = None,
+        impl: str = "auto",
+    ):
+        check_config(config)
+        _check_routing(routing)
+        if isinstance(crop_margin, bool) or not isinstance(crop_margin, int) or crop_margin < 0:
+            raise ValueError(f"crop_margin must be an integer >= 0, got {crop_margin!r}")
+        if dtype is not None and dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {[str(d) for d in DTYPES]}, got {dtype}")
+        impl = "tiled" if impl == "torch" else impl
+        if impl not in IMPLEMENTATIONS:
+            raise ValueError(f"impl must be one of {IMPLEMENTATIONS}, got {impl!r}")
+        self.config, self.routing, self.impl = config, routing, impl
+        self.evict, self.crop_margin, self.dtype = bool(evict), crop_margin, dtype
+        self.window = resolve_layout(1, 1, 1, window=window).window
+        super().__init__()
+
+    def reset(self) -> None:
+        super().reset()
+        self._stored_dtype = self.dtype
+        # Whether the tokens so far came with their positions.
+        self._placed: bool | None = None
+        self._checked_tokens = self._checked_queries = ()
+
+    @property
+    def regime_counts(self) -> dict[str, Tensor]:
+        """How many keys are stored of each regime and, where there are any, "sinks", [B, Gr]."""
+        names = [regime.name for regime in self.config.regimes]
+        names += ["sinks"] if self.config.num_sinks else []
+        if self._store is None:
+            counts = torch.zeros(0, 1, len(names), dtype=torch.int64)
+        else:
+            counts = self._store.counts
+        return dict(zip(names, counts.unbind(dim=-1), strict=True))
+
+    def update(
+        self,
+        k: Tensor,
+        v: Tensor,
+        labels_k: Tensor | None = None,
+        *,
+        pi_k: Tensor | None = None,
+        key_positions: Tensor | None = None,
+        key_valid: Tensor | None = None,
+    ) -> None:
+        """Appends k, v [B, Hkv, S, D] with labels_k [B, S] or [B, Gr, S].
+
+        pi_k [B, S, R] or [B, Gr, S, R] is for soft routing, where labels_k may be left out.
+        key_positions [B, S]: by default tokens count 0, 1, 2, ... over all calls; given once, they
+        must be given always. key_valid [B, S]: False for padding.
+        """
+        pi_k = pi_k if self.routing == "soft" else None
+        given = Tokens(k, v, labels_k, pi_k, key_positions, key_valid)
+        if (traits := (self._rows, *_traits(given))) != self._checked_tokens:
+            self._check_given(given)
+        dtype = self._stored_dtype or k.dtype
+        if dtype != k.dtype:
+            k, v = k.to(dtype), v.to(dtype)
+        if pi_k is not None:
+            pi_k = _grouped(pi_k, 4)
+            labels_k = pi_k.argmax(dim=-1) if labels_k is None else labels_k
+        positions = None if key_positions is None else key_positions.long()
+        labels = _grouped(labels_k).long()
+        self._append(Tokens(k, v, labels, pi_k, positions, key_valid, self._slots))
+        self._placed, self._stored_dtype = key_positions is not None, dtype
+        self._checked_tokens = traits
+
+    def attend(
+        self,
+        q: Tensor,
+        labels_q: Tensor | None = None,
+        query_positions: Tensor | None = None,
+        *,
+        pi_q: Tensor | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        return_lse: bool = False,
+    ) -> Any:
+        """Attention of q [B, Hq, T, D] over all tokens so far, as `mosar_attention` defines it.
+
+        labels_q [B, T] or [B, Gr, T]; under soft routing pi_q [B, T, R] or [B, Gr, T, R].
+        query_positions [B, T]: by default those of the last T tokens. Returns [B, Hq, T, D] in the
+        dtype of q and, with `return_lse`, the log-sum-exp [B, Hq, T].
+        """
+        if self._store is None:
+            raise ValueError("the cache is empty: call update before attend")
+        given = (q, labels_q, pi_q, query_positions, scale, softcap)
+        if (traits := (self._rows, *_traits(given))) != self._checked_queries:
+            self._check_queries(*given)
+            self._checked_queries = traits
+        choice = _grouped(pi_q, 4) if self.routing == "soft" else _grouped(labels_q).long()
+        positions = None if query_positions is None else query_positions.long()
+        out, lse = self._store.attend(q, choice, positions, scale=scale, softcap=softcap)
+        return (out, lse) if return_lse else out
+
+    def attend_routed(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        routed: LayerRouting,
+        *,
+        key_positions: Tensor | None = None,
+        key_valid: Tensor | None = None,
+        **scores: Any,
+    ) -> Any:
+        """Takes new tokens as they are routed, and attends with their queries."""
+        self.update_routed(k, v, routed, key_positions=key_positions, key_valid=key_valid)
+        pi_q = routed.query.probabilities if self.routing == "soft" else None
+        return self.attend(q, routed.query.labels, key_positions, pi_q=pi_q, **scores)
+
+    def update_routed(self, k: Tensor, v: Tensor, routed: LayerRouting, **placement: Any) -> None:
+        """`update` with what the key router says."""
+        pi_k = routed.key.probabilities.detach() if self.routing == "soft" else None
+        self.update(k, v, routed.key.labels, pi_k=pi_k, **placement)
+
+    def settings(self) -> dict[str, Any]:
+        return {
+            "config": self.config.to_dict(),
+            "routing": self.routing,
+            "evict": self.evict,
+            "crop_margin": self.crop_margin,
+            "window": self.window,
+            "dtype": None if self.dtype is None else str(self.dtype).removeprefix("torch."),
+            "impl": self.impl,
+        }
+
+    @classmethod
+    def from_settings(cls, settings: dict[str, Any]) -> RegimeLayerCache:
+        config, dtype = MoSARConfig.from_dict(settings["config"]), settings["dtype"]
+        dtype = None if dtype is None else getattr(torch, dtype)
+        return cls(**settings | {"config": config, "dtype": dtype})
+
+    def settle(self) -> None:
+        """Stores a chunk that nobody will attend from; else `attend` and `update` see to it."""
+        if self._store is not None:
+            self._store.settle()
+
+    def set_routing(self, routing: str) -> None:
+        """Goes on under another routing with the tokens so far; a ValueError where it cannot."""
+        self.check_set_routing(routing)
+        if self._store is None or routing == self.routing:
+            self.routing = routing
+            return
+        keys, placed = self.ordered(), self._placed
+        self.reset()
+        self.routing = routing
+        positions = keys.positions if placed else None
+        self.update(keys.k, keys.v, keys.labels, key_positions=positions, key_valid=keys.valid)
+
+    def check_set_routing(self, routing: str) -> None:
+        """A ValueError where the tokens so far do not serve the routing."""
+        _check_routing(routing)
+        if self._store is None or routing == self.routing:
+            return
+        obstacle = None
+        if routing == "soft":
+            obstacle = "the cache has labels, and soft routing needs probabilities"
+        elif self._store.has_evicted:
+            obstacle = "keys have been evicted, and every other routing reads all keys"
+        if obstacle is not None:
+            raise ValueError(
+                f"cannot go on from {self.routing} to {routing} routing: {obstacle}; reset() the "
+                "cache, or build it for that routing (evict=False keeps all keys)"
+            )
+
+    def load_tensors(self, tensors: dict[str, Tensor]) -> None:
+        super().load_tensors(tensors)
+        self._placed, self._stored_dtype = True, tensors["k"].dtype
+
+    def _new_store(self, tokens: Tokens, in_order: bool = False) -> OrderedKeys | RegimeKeys:
+        options: dict[str, Any] = {"window": self.window, "impl": self.impl}
+        # Lists grow and shrink as labels fall: what is exported keeps every key, in order.
+        if in_order or self.routing != "sparse" or torch.compiler.is_exporting():
+            return OrderedKeys(self.config, routing=self.routing, **options)
+        margin = self.crop_margin if self.evict else None
+        return RegimeKeys(tokens, self.config, margin=margin, **options)
+
+    def _check_given(self, given: Tokens) -> None:
+        self._check_tokens(given.k, given.v, given.positions, given.valid)
+        groups = None if self._sizes is None else self._sizes[2]
+        if self.routing == "soft":
+            check_routing("pi_k", given.pi, given.k, groups, self.config.num_regimes)
+        if self.routing != "soft" or given.labels is not None:
+            check_routing("labels_k", given.labels, given.k, groups)
+        if self._placed is not None and self._placed != (given.positions is not None):
+            raise ValueError(
+                "key_positions must be given always or never, and the earlier tokens of this cache "
+                f"had {'theirs' if self._placed else 'none'}"
+            )
+
+    def _check_queries(
+        self,
+        q: Tensor,
+        labels: Tensor | None,
+        pi: Tensor | None,
+        positions: Tensor | None,
+        scale: float | None,
+        softcap: float | None,
+    ) -> None:
+        assert self._sizes is not None
+        heads, dim, groups = self._sizes
+        check_heads("q", q, (self._rows, None, None, dim), self._device)
+        if q.shape[1] % heads:
+            raise ValueError(f"the {q.shape[1]} heads of q must be a multiple of the {heads} of k")
+        if self.routing == "soft":
+            check_routing("pi_q", pi, q, groups, self.config.num_regimes)
+        else:
+            check_routing("labels_q", labels, q, groups)
+        check_grid("query_positions", positions, q)
+        check_scores(scale, softcap)
+
+
+class RegimeCache(ModelCache[RegimeLayerCache]):
+    """One `RegimeLayerCache` per layer."""
+
+    layer_class = RegimeLayerCache
+
+    def __init__(
+        self,
+        configs: MoSARConfig | Sequence[MoSARConfig],
+        num_layers: int | None = None,
+        *,
+        windows: Sequence[float | None] | None = None,
+        **options: Any,
+    ):
+        """configs: one per layer, or one for `num_layers`; windows: likewise, None: none.
+
+        options: those of `RegimeLayerCache`.
+        """
+        if isinstance(configs, MoSARConfig):
+            if isinstance(num_layers, bool) or not isinstance(num_layers, int) or num_layers < 1:
+                raise ValueError(f"num_layers must be an integer >= 1, got {num_layers!r}")
+            configs = [configs] * num_layers
+        if num_layers not in (None, len(configs)):
+            raise ValueError(f"num_layers is {num_layers}, but there are {len(configs)} configs")
+        if windows is None:
+            windows = [options.pop("window", None)] * len(configs)
+        if len(windows) != len(configs):
+            raise ValueError(
+                f"windows must have one entry per layer, {len(configs)}, got {windows}"
+            )
+        super().__init__(
+            RegimeLayerCache(config, window=window, **options)
+            for config, window in zip(configs, windows, strict=True)
+        )
+
+    def set_routing(self, routing: str) -> None:
+        """All layers or none."""
+        for layer in self.layers:
+            layer.check_set_routing(routing)
+        for layer in self.layers:
+            layer.set_routing(routing)
+
+
+enter_graphs(RegimeCache, "mosar.model.regime_cache.RegimeCache")
+
+
+def _check_routing(routing: str) -> None:
+    if routing not in ROUTINGS:
+        raise ValueError(f"routing must be one of {ROUTINGS}, got {routing!r}")
+
+
+def _traits(given: tuple[Any, ...]) -> tuple[Any, ...]:
+    """All that is checked about arguments but their values: equal ones need no second check."""
+    return tuple(
+        (x.shape, x.dtype, x.device, x.requires_grad) if isinstance(x, Tensor) else x for x in given
+    )
+
+
+def _grouped(routing: Any, dims: int = 3) -> Tensor:
+    """Labels [B, Gr, length], or probabilities [B, Gr, length, R], also where Gr was left out."""
+    return routing if routing.dim() == dims else routing[:, None]
