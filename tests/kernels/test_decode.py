@@ -275,7 +275,7 @@ def test_choice():
     with pytest.raises(ValueError, match="keys are on cuda; use impl='auto'"):
         decode.can_serve("native", torch.device("cuda"), torch.float32)
     with pytest.raises(ValueError, match="impl must be one of"):
-        decode.can_serve("tiled", cpu, torch.float32)
+        decode.can_serve("fast", cpu, torch.float32)
 
 
 def test_without_the_library(monkeypatch):
