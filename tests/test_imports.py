@@ -82,6 +82,7 @@ MAY_IMPORT = {
     "integrations/retrofit": {
         *("torch", "numpy", "rich", "safetensors", "transformers", "mosar.attention"),
         *("mosar.core", "mosar.data", "mosar.geometries", "mosar.integrations.retrofit"),
+        "mosar.integrations.transformers_cache",
         *("mosar.model", "mosar.records"),
         *("mosar.evaluation.choices", "mosar.evaluation.progress"),
         # Run folders that survive interruption, not how decoders are trained.

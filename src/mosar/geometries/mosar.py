@@ -134,16 +134,10 @@ class MoSAR(Rope):
         **options: Any,
     ) -> Attended:
         """With a `RegimeLayerCache`, which attends itself."""
-        routed, soft = self._route(q, k, hidden), routing == "soft"
-        self.store(k, v, cache, routed, routing, key_positions, key_valid)
-        out = cache.attend(
-            q,
-            routed.query.labels,
-            key_positions,
-            pi_q=routed.query.probabilities if soft else None,
-            **options,
-        )
-        return out, routed
+        _check_routing(cache, routing)
+        routed = self._route(q, k, hidden)
+        options |= {"key_positions": key_positions, "key_valid": key_valid}
+        return cache.attend_routed(q, k, v, routed, **options), routed
 
     def store(
         self,
@@ -157,19 +151,8 @@ class MoSAR(Rope):
     ) -> None:
         """With the labels of the keys, under soft routing with their probabilities too."""
         assert isinstance(told, LayerRouting)
-        if cache.routing != routing:
-            raise ValueError(
-                f"the cache is for {cache.routing} routing, got routing={routing!r}; "
-                "cache.set_routing changes it"
-            )
-        cache.update(
-            k,
-            v,
-            told.key.labels,
-            pi_k=told.key.probabilities.detach() if routing == "soft" else None,
-            key_positions=key_positions,
-            key_valid=key_valid,
-        )
+        _check_routing(cache, routing)
+        cache.update_routed(k, v, told, key_positions=key_positions, key_valid=key_valid)
 
     def route(self, q: Tensor, k: Tensor) -> LayerRouting:
         """What each query and each key chooses; override it for another rule.
@@ -189,3 +172,11 @@ class MoSAR(Rope):
             parameter.zero_()
         else:
             parameter.normal_(std=1e-3 if "weight2" in name else 0.02, generator=generator)
+
+
+def _check_routing(cache: Any, routing: Routing) -> None:
+    if cache.routing != routing:
+        raise ValueError(
+            f"the cache is for {cache.routing} routing, got routing={routing!r}; "
+            "cache.set_routing changes it"
+        )
