@@ -90,6 +90,7 @@ MAY_IMPORT = {
         *("mosar.training.run_folder", "mosar.training.stopping"),
     },
     "integrations/hf": {
+        "mosar.integrations.transformers_cache",
         *("torch", "transformers", "tokenizers", "safetensors", "lm_eval", "mosar.attention"),
         *("mosar.core", "mosar.data", "mosar.geometries", "mosar.integrations.hf", "mosar.model"),
         "mosar.records",
