@@ -85,9 +85,8 @@ MAY_IMPORT = {
         "mosar.integrations.transformers_cache",
         *("mosar.model", "mosar.records"),
         *("mosar.evaluation.choices", "mosar.evaluation.progress"),
-        # Run folders that survive interruption, not how decoders are trained.
-        *("mosar.training.checkpoints", "mosar.training.progress"),
-        *("mosar.training.run_folder", "mosar.training.stopping"),
+        # The loop, with its run folders and checkpoints.
+        "mosar.training",
     },
     "integrations/hf": {
         "mosar.integrations.transformers_cache",

@@ -5,19 +5,19 @@ from itertools import accumulate
 from torch.profiler import profile
 
 from mosar.training.distributed.tensor import local
-from mosar.training.learner import Learner, update
+from mosar.training.learner import Learner
 from mosar.training.stopping import StopRequest
 
 
 def peak_of_update(learner: Learner) -> int:
     """Bytes of parameters, optimizer, and whatever the second update allocates."""
-    update(learner, 1, StopRequest())
+    learner.update(1, StopRequest())
     # The profiler does not see the end of what it has not seen begin.
     learner.optimizer.zero_grad(set_to_none=True)
     state = [t for entries in learner.optimizer.state.values() for t in entries.values()]
     held = sum(local(tensor).nbytes for tensor in (*learner.names, *state))
     with profile(profile_memory=True) as seen:
-        update(learner, 2, StopRequest())
+        learner.update(2, StopRequest())
     assert seen.profiler is not None
     events = seen.profiler.kineto_results.events()
     changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")

@@ -87,7 +87,7 @@ def test_the_peak_of_an_update_is_the_plans_sum(smoke, variant, changes, toleran
     if (obstacle := native_obstacle()) is not None:
         pytest.skip(f"the model is of the native kernels, which cannot be had: {obstacle}")
     config = smoke(variant, "train.micro_batch=2", *changes)
-    learner = Learner.build(config, open_batches(config))
+    learner = Learner.of(config, open_batches(config))
     plan = make_plan(config, context=config.model.max_length, gpus=1)
     assert peak_of_update(learner) == pytest.approx(plan.value(*PEAK), rel=tolerance)
 

@@ -18,7 +18,7 @@ from mosar.training.checkpoints import (
     prune_checkpoints,
     read_checkpoint,
     remove_unfinished,
-    restore_optimizer,
+    restore_optimizers,
     write_checkpoint,
 )
 
@@ -184,7 +184,7 @@ def test_steps_are_counted_where_the_optimizer_wants_them(fused):
     optimizer = torch.optim.AdamW([parameter])
     optimizer.param_groups[0]["fused"] = fused
     saved = {"step.gain": torch.tensor(3.0), "exp_avg.gain": torch.zeros(3)}
-    restore_optimizer(optimizer, {parameter: "gain"}, saved)
+    restore_optimizers([optimizer], {parameter: "gain"}, saved)
     state = optimizer.state[parameter]
     assert state["exp_avg"].device.type == "meta"
     assert state["step"].device.type == ("meta" if fused else "cpu")

@@ -9,7 +9,7 @@ from mosar.errors import NonFiniteError, TrainingError
 from mosar.geometries import VARIANTS
 from mosar.training import learner as learner_module
 from mosar.training.batches import Batches
-from mosar.training.learner import Learner, evaluate, update
+from mosar.training.learner import Learner
 from mosar.training.loop import train
 from mosar.training.run_folder import read_metrics
 from training.runs import leftovers, lines, losses, saved_config, steps, tensors
@@ -98,8 +98,8 @@ def test_bf16_is_close_and_keeps_float32_parameters(smoke, tmp_path):
     train(config, tmp_path / "b", progress=False)
     assert losses(tmp_path / "a") != losses(tmp_path / "b")
     assert losses(tmp_path / "a") == pytest.approx(losses(tmp_path / "b"), abs=0.05)
-    learner = Learner.build(config, Batches(config))
-    update(learner, 1)
+    learner = Learner.of(config, Batches(config))
+    learner.update(1)
     assert all(parameter.dtype == torch.float32 for parameter in learner.decoder.parameters())
     moments = [value for state in learner.optimizer.state.values() for value in state.values()]
     assert all(value.dtype == torch.float32 for value in moments)
@@ -113,7 +113,7 @@ def test_isolated_documents_train(smoke, tmp_path):
 
 def test_only_matrices_decay(smoke):
     config = smoke("mosar")
-    learner = Learner.build(config, Batches(config))
+    learner = Learner.of(config, Batches(config))
     decaying, others = learner.optimizer.param_groups
     assert (decaying["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
     names = [{learner.names[p] for p in group["params"]} for group in (decaying, others)]
@@ -124,22 +124,22 @@ def test_only_matrices_decay(smoke):
 
 def test_the_gradient_is_clipped_as_a_whole(smoke):
     config = smoke("rope", "train.grad_clip=0.01")
-    learner = Learner.build(config, Batches(config))
-    line = update(learner, 1)
+    learner = Learner.of(config, Batches(config))
+    line = learner.update(1)
     clipped = torch.nn.utils.get_total_norm([p.grad for p in learner.names])
     assert line["grad_norm"] > 0.1
     assert float(clipped) == pytest.approx(0.01, rel=1e-3)
-    free = Learner.build(smoke("rope", "train.grad_clip=none"), Batches(config))
-    assert update(free, 1)["grad_norm"] == line["grad_norm"]
+    free = Learner.of(smoke("rope", "train.grad_clip=none"), Batches(config))
+    assert free.update(1)["grad_norm"] == line["grad_norm"]
     norm = torch.nn.utils.get_total_norm([p.grad for p in free.names])
     assert float(norm) == pytest.approx(line["grad_norm"], rel=1e-6)
 
 
 def test_evaluation_sees_the_same_windows_every_time_and_changes_nothing(smoke):
     config = smoke("mosar")
-    learner = Learner.build(config, Batches(config))
-    first = evaluate(learner, 0)
-    assert evaluate(learner, 0) == first
+    learner = Learner.of(config, Batches(config))
+    first = learner.evaluate(0)
+    assert learner.evaluate(0) == first
     assert all(parameter.grad is None for parameter in learner.names)
     windows = list(learner.batches.of_evaluation())
     assert [len(tokens) for tokens, _ in windows] == [4, 4]
@@ -147,13 +147,13 @@ def test_evaluation_sees_the_same_windows_every_time_and_changes_nothing(smoke):
 
 def test_evaluation_of_a_short_split_weighs_windows_alike(smoke):
     config = smoke("rope", "train.eval_batches=100", "train.micro_batch=3")
-    learner = Learner.build(config, Batches(config))
+    learner = Learner.of(config, Batches(config))
     sizes = [len(tokens) for tokens, _ in learner.batches.of_evaluation()]
     assert sizes[-1] < 3 == sizes[0]
     assert sum(sizes) == learner.batches.valid.num_windows(64)
     one_by_one = smoke("rope", "train.eval_batches=100", "train.micro_batch=1")
-    other = Learner.build(one_by_one, Batches(one_by_one))
-    assert evaluate(learner, 0)["loss"] == pytest.approx(evaluate(other, 0)["loss"], rel=1e-6)
+    other = Learner.of(one_by_one, Batches(one_by_one))
+    assert learner.evaluate(0)["loss"] == pytest.approx(other.evaluate(0)["loss"], rel=1e-6)
 
 
 @pytest.mark.parametrize("what", ["loss", "gradient"])

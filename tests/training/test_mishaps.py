@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from mosar.cli import app
-from mosar.training import loop
+from mosar.training.learner import Learner
 from training.runs import losses, steps
 
 
@@ -93,8 +93,8 @@ def test_a_run_that_never_made_a_step_does_not_keep_its_folder(dataset, tmp_path
         raise MemoryError
 
     # While the model is built, and in the first step.
-    for place in ("Learner.build", "update"):
-        monkeypatch.setattr(f"mosar.training.loop.{place}", no_memory)
+    for place in ("build", "update"):
+        monkeypatch.setattr(Learner, place, no_memory)
         line = failed(*words, "--variant", "rope")
         assert "out of memory; no checkpoint is lost; a smaller train.micro_batch" in line
         assert (out / "config.json").exists() == (place == "update")
@@ -107,7 +107,7 @@ def test_a_run_that_never_made_a_step_does_not_keep_its_folder(dataset, tmp_path
 
 
 def test_a_step_that_was_made_keeps_the_folder(dataset, tmp_path, monkeypatch):
-    out, real = tmp_path / "run", loop.update
+    out, real = tmp_path / "run", Learner.update
     words = ("train", "--preset", "smoke", "--data", dataset, "--out", out, "--no-progress")
 
     def update(learner, step, stop=None):
@@ -115,7 +115,7 @@ def test_a_step_that_was_made_keeps_the_folder(dataset, tmp_path, monkeypatch):
             raise MemoryError
         return real(learner, step, stop)
 
-    monkeypatch.setattr(loop, "update", update)
+    monkeypatch.setattr(Learner, "update", update)
     failed(*words, "--variant", "rope")
     assert not steps(out)
     assert "holds a run of another configuration" in failed(*words, "--variant", "alibi")

@@ -14,6 +14,7 @@ from mosar.errors import TrainingError, TrainingInterrupted
 from mosar.files import sealed
 from mosar.training import checkpoints, loop
 from mosar.training.distributed.consolidate import consolidate
+from mosar.training.learner import Learner
 from mosar.training.loop import train
 from mosar.training.run_folder import MetricsFile, read_metrics
 from training.runs import assert_same_run, leftovers, lines, saved_config, steps, tensors
@@ -44,7 +45,7 @@ def whole(tmp_path_factory, dataset):
 
 def at_step(monkeypatch, wanted, act):
     """Calls `act` in the middle of update number `wanted`, once."""
-    real = loop.update
+    real = Learner.update
     done = []
 
     def update(learner, step, stop=None):
@@ -53,7 +54,7 @@ def at_step(monkeypatch, wanted, act):
             act()
         return real(learner, step, stop)
 
-    monkeypatch.setattr(loop, "update", update)
+    monkeypatch.setattr(Learner, "update", update)
 
 
 def crash():
@@ -100,7 +101,7 @@ def test_a_second_signal_does_not_wait(config, tmp_path, monkeypatch):
 
 
 def test_every_step_interrupted(config, whole, tmp_path, monkeypatch):
-    real, last = loop.update, [0]
+    real, last = Learner.update, [0]
 
     def update(learner, step, stop=None):
         line = real(learner, step, stop)
@@ -109,7 +110,7 @@ def test_every_step_interrupted(config, whole, tmp_path, monkeypatch):
             signal.raise_signal(signal.SIGINT)
         return line
 
-    monkeypatch.setattr(loop, "update", update)
+    monkeypatch.setattr(Learner, "update", update)
     for _ in range(STEPS - 1):
         with pytest.raises(TrainingInterrupted):
             train(config, tmp_path / "run", progress=False)

@@ -35,7 +35,7 @@ from mosar.model.decoder import Decoder
 from mosar.records import ErrorCheck, TrainingBenchmark
 from mosar.training.batches import Batch, Batches
 from mosar.training.config import RunConfig, resolve_config
-from mosar.training.learner import Learner, update
+from mosar.training.learner import Learner
 
 OURS = ("rope", "mosar")
 OTHERS = ("gemma2-eager", "gemma2-sdpa", "nanogpt")
@@ -223,10 +223,10 @@ def _our_step(case: TrainingCase, variant: str) -> tuple[Step, int]:
     same: list[Batch] = [(case.tokens(), None)]
     # Stands in for a run's data: the same tokens at every step.
     batches = cast(Batches, SimpleNamespace(of_step=lambda step: iter(same)))
-    learner, numbers = Learner.build(case.config(variant), batches), count(1)
+    learner, numbers = Learner.of(case.config(variant), batches), count(1)
 
     def step() -> float:
-        line = update(learner, next(numbers))
+        line = learner.update(next(numbers))
         assert line is not None
         return line["lm_loss"]
 

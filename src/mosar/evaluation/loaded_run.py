@@ -64,7 +64,7 @@ class LoadedRun:
                 f"{checkpoint.path} does not belong to the configuration in {run / CONFIG}"
             )
         decoder = Decoder(config.model, config.attention)
-        load_parameters(decoder, checkpoint)
+        load_parameters({p: name for name, p in decoder.named_parameters()}, checkpoint)
         decoder.to(_device(config.train.device)).eval().requires_grad_(False)
         checksum = checkpoint.model_checksum
         return cls(run, config, fingerprint, checkpoint.step, checksum, decoder)

@@ -18,7 +18,7 @@ from mosar.model.decoder import Decoder
 from mosar.records import Cell
 from mosar.training.batches import open_batches
 from mosar.training.config import RunConfig
-from mosar.training.learner import Learner, update
+from mosar.training.learner import Learner
 
 _TRAINING = 3
 # Steps before the clock starts, and timed: the quickest counts, since others only disturb. No more
@@ -78,11 +78,11 @@ def _seconds_per_unit(settings: ExperimentSettings, cells: list[Cell]) -> float:
 
 def _measured(config: RunConfig) -> float:
     """Seconds a unit, from real steps that nobody keeps."""
-    learner = Learner.build(config, open_batches(config))
+    learner = Learner.of(config, open_batches(config))
     begin, quickest = time.perf_counter(), math.inf
     for step in range(1, 1 + _WARM_UP + _TIMED):
         start = time.perf_counter()
-        update(learner, step)
+        learner.update(step)
         if step > _WARM_UP:
             quickest = min(quickest, time.perf_counter() - start)
             if time.perf_counter() - begin > _SECONDS:

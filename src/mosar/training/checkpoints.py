@@ -16,14 +16,14 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from mosar.errors import TrainingError
 from mosar.files import (
@@ -40,6 +40,9 @@ from mosar.training.distributed.shards import OPTIMIZER_STATE, PARAMETERS, assem
 
 SCHEMA_VERSION = 1
 MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+Names = Mapping[Tensor, str]
+"""The name of each parameter."""
+Optimizers = Sequence[torch.optim.Optimizer]
 _NAME = re.compile(r"step-(\d{8,})")
 _UNFINISHED = ".unfinished-"
 
@@ -229,39 +232,39 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     sync(path)
 
 
-def load_parameters(model: nn.Module, checkpoint: Checkpoint) -> None:
-    """Copies the parameters of a checkpoint into a model of the same shape."""
+def load_parameters(names: Names, checkpoint: Checkpoint) -> None:
+    """Copies the parameters of a checkpoint into those of the same names."""
     saved = checkpoint.model()
-    names = dict(model.named_parameters())
-    if saved.keys() != names.keys():
+    if saved.keys() != set(names.values()):
         raise TrainingError(f"{checkpoint.path} has other parameters than the model")
     with torch.no_grad():
-        for name, parameter in names.items():
+        for parameter, name in names.items():
             parameter.copy_(saved[name])
 
 
-def optimizer_tensors(
-    optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]
-) -> dict[str, Tensor]:
-    """The state of an optimizer by the names of its parameters: "<entry>.<parameter>"."""
+def optimizer_tensors(optimizers: Optimizers, names: Names) -> dict[str, Tensor]:
+    """The state of optimizers by the names of their parameters: "<entry>.<parameter>"."""
     return {
         f"{entry}.{names[parameter]}": value
+        for optimizer in optimizers
         for parameter, entries in optimizer.state.items()
         for entry, value in entries.items()
     }
 
 
-def restore_optimizer(
-    optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], saved: Mapping[str, Tensor]
-) -> None:
+def restore_optimizers(optimizers: Optimizers, names: Names, saved: Mapping[str, Tensor]) -> None:
     """Puts back what `optimizer_tensors` gave."""
-    by_name = {name: parameter for parameter, name in names.items()}
-    fused = {p for group in optimizer.param_groups if group.get("fused") for p in group["params"]}
+    places = {
+        names[parameter]: (optimizer, parameter, group.get("fused"))
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
     for key, value in saved.items():
         entry, _, name = key.partition(".")
-        parameter = by_name[name]
+        optimizer, parameter, fused = places[name]
         # A fused optimizer counts its steps beside the parameter, the others on the CPU.
-        beside = value.dim() > 0 or parameter in fused
+        beside = value.dim() > 0 or fused
         # A tensor of its own: what was loaded may be a view into a file.
         fresh = torch.empty_like(value, device=parameter.device if beside else "cpu")
         optimizer.state[parameter][entry] = fresh.copy_(value)

@@ -1,4 +1,4 @@
-"""One update of the parameters, and one evaluation of them.
+"""A decoder that learns: one update of its parameters, and one evaluation of them.
 
 A line of the metrics describes the step itself: nothing is averaged over steps, so that lines do
 not depend on where a run was interrupted.
@@ -6,60 +6,194 @@ not depend on where a run was interrupted.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
+import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mosar.core.inputs import NotANumber
-from mosar.errors import NonFiniteError
+from mosar.errors import NonFiniteError, TrainingError
 from mosar.model.decoder import Decoder
-from mosar.training.batches import Batches, TaskBatches
+from mosar.model.parameters import parameter_parts, total
+from mosar.training.batches import Batches, TaskBatches, open_batches
 from mosar.training.config import RunConfig
 from mosar.training.distributed.team import Team
 from mosar.training.objective import Objective, Terms
-from mosar.training.precision import autocast
+from mosar.training.precision import autocast, check_precision
+from mosar.training.run import Cadence, Run
+from mosar.training.run_folder import CHECKPOINTS, METRICS, check_same_run, read_metrics
 from mosar.training.schedule import learning_rate
 from mosar.training.stopping import StopRequest
+from mosar.training.tensorboard import Board, check_tensorboard, tensorboard_writer
 
 
-@dataclass
-class Learner:
-    """What a step changes, and what it is made with."""
+class Learner(Run):
+    """A decoder, its optimizer and its data."""
 
     config: RunConfig
     decoder: Decoder
-    optimizer: torch.optim.Optimizer
-    objective: Objective
     batches: Batches | TaskBatches
-    names: dict[Tensor, str]
-    """The name of each parameter."""
-    team: Team
-    """The processes that take the step together."""
     terms: Callable[..., Terms]
     """The objective of a batch, through the decoder."""
+    last_losses: tuple[float, float]
+    """Of the last step that was logged, and of the last evaluation; known once it is finished."""
+    own_files = (CHECKPOINTS, METRICS)
+    how_to_extend = "--set train.steps=…"
+    how_to_save_memory = (
+        "a smaller train.micro_batch (with a larger train.accumulation) or a smaller model takes "
+        "less memory"
+    )
+
+    def __init__(self, config: RunConfig, team: Team | None = None):
+        self.config, self.team = config, team or Team()
+        self.cadence = Cadence(*(getattr(config.train, name) for name in Cadence._fields))
+        self.tokens_per_step = config.tokens_per_step
+        self.objective = Objective(config)
 
     @classmethod
-    def build(
-        cls,
-        config: RunConfig,
-        batches: Batches | TaskBatches,
-        *,
-        initialise: bool = True,
-        team: Team | None = None,
+    def of(
+        cls, config: RunConfig, batches: Batches | TaskBatches, team: Team | None = None
     ) -> Learner:
-        team = team or Team()
-        decoder = team.build_decoder(config, initialise=initialise)
-        names: dict[Tensor, str] = {
-            parameter: name for name, parameter in decoder.named_parameters()
+        """One that is ready for its first step, without a run folder."""
+        learner = cls(config, team)
+        learner.batches = batches
+        learner.build()
+        return learner
+
+    def prepare(self) -> None:
+        with self.team.together():
+            _check_memory(self.config, self.team)
+            check_precision(self.config.train)
+            check_tensorboard(self.config)
+            self.batches = open_batches(self.config, self.team.share)
+        self.data_fingerprint = self.batches.fingerprint()
+        self._check_agreement()
+
+    def _check_agreement(self) -> None:
+        """A TrainingError where processes were started with different configurations or data."""
+        values = {**self.config.flat(), "data.folder": None, "data": self.data_fingerprint}
+        own = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+        first = self.team.from_first(lambda: own)
+        with self.team.together():
+            if own != first:
+                raise TrainingError(
+                    "this process has another configuration or other data than the first one; "
+                    "start all with the same options and the same data"
+                )
+
+    def build(self, *, initialise: bool = True) -> None:
+        self.decoder = self.team.build_decoder(self.config, initialise=initialise)
+        self.names = {parameter: name for name, parameter in self.decoder.named_parameters()}
+        self.optimizer = build_optimizer(self.names, self.config)
+        self.optimizers = [self.optimizer]
+        self.team.adapt_optimizer(self.optimizer)
+        self.terms = self.team.forward_fn(self.objective, self.decoder)
+
+    def update(self, step: int, stop: StopRequest | None = None) -> dict[str, Any] | None:
+        train, team = self.config.train, self.team
+        rate = learning_rate(step, train)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.zero_grad(set_to_none=True)
+        mean, passes = Mean(), team.share.passes(train)
+        for number, (tokens, *rest) in enumerate(self.batches.of_step(step), start=1):
+            if stop:
+                return None
+            with team.accumulating(number < passes):
+                terms = self._pass(step, tokens, *rest)
+                (terms.loss / passes).backward()
+            mean.add(terms)
+        line = self._line(step, "train", mean)
+        norm = self._clip_gradients(step)
+        self.optimizer.step()
+        return line | {"learning_rate": rate, "grad_norm": norm}
+
+    @torch.no_grad()
+    def evaluate(self, step: int) -> dict[str, Any]:
+        mean = Mean()
+        for (tokens, *rest), own in self.batches.shared_evaluation():
+            terms = self._pass(step, tokens, *rest)
+            mean.add(terms, len(tokens) if own else 0)
+        self.team.end_evaluation(self.decoder)
+        return self._line(step, "valid", mean)
+
+    def check_same(self, folder: Path, report: Callable[[str], None]) -> None:
+        check_same_run(folder, self.config, self.data_fingerprint, report)
+
+    def how_to_continue(self, out: Path) -> str:
+        if self.team.num_processes > 1:
+            return "the same job goes on"
+        return f"go on with: mosar train --out {out}"
+
+    def board(self, out: Path, start: int) -> AbstractContextManager[Board]:
+        return tensorboard_writer(self.config, out, start)
+
+    def finish(self, out: Path) -> None:
+        losses = self.team.from_first(
+            lambda: {line["split"]: line["lm_loss"] for line in read_metrics(out)}
+        )
+        self.last_losses = losses["train"], losses["valid"]
+
+    def _pass(self, step: int, *batch: Tensor | None) -> Terms:
+        """The terms of one batch; a NonFiniteError where the model has diverged."""
+        try:
+            with autocast(self.config.train):
+                return self.terms(*batch, step=step)
+        except NotANumber:
+            raise self._spoilt(f"step {step}: a routing is not a number, nor is the loss") from None
+
+    def _line(self, step: int, split: str, mean: Mean) -> dict[str, Any]:
+        means = mean.over(self.team)
+        loss, shares = float(means.loss), means.shares
+        if not math.isfinite(loss):
+            what = "loss" if split == "train" else "validation loss"
+            raise self._spoilt(f"step {step}: the {what} is {loss}")
+        reach = means.expected_reach
+        return {
+            "step": step,
+            "split": split,
+            "tokens": step * self.tokens_per_step,
+            "loss": loss,
+            "lm_loss": float(means.lm_loss),
+            "learning_rate": None,
+            "grad_norm": None,
+            "tokens_per_second": None,
+            "expected_reach": None if reach is None else float(reach),
+            "cost_weight": self.objective.cost_weight(step),
+            "regime_shares": None
+            if shares is None
+            else dict(zip(("query", "key"), shares.tolist(), strict=True)),
         }
-        optimizer, objective = build_optimizer(names, config), Objective(config)
-        team.adapt_optimizer(optimizer)
-        terms = team.forward_fn(objective, decoder)
-        return cls(config, decoder, optimizer, objective, batches, names, team, terms)
+
+    def _clip_gradients(self, step: int) -> float:
+        """The norm of the gradient before clipping; a NonFiniteError names who spoilt it."""
+        team, names = self.team, self.names
+        norm = team.gradient_norm(names)
+        value = float(norm)
+        if not math.isfinite(value):
+            spoilt = team.bad_gradients(names)
+            bad = [name for name, is_bad in zip(names.values(), spoilt, strict=True) if is_bad]
+            some = ", ".join(bad[:3]) + (f" and {len(bad) - 3} more" if len(bad) > 3 else "")
+            where = f" (in {some})" if bad else ""
+            raise self._spoilt(f"step {step}: the gradient is {value}{where}")
+        most = self.config.train.grad_clip
+        if most is not None and value > most:
+            team.clip(names, most, norm)
+        return value
+
+    def _spoilt(self, message: str) -> NonFiniteError:
+        error = NonFiniteError(message)
+        # All processes of a team find the same figure, and one says so.
+        error.reported_by_peer = not self.team.is_first
+        return error
 
 
 def build_optimizer(names: dict[Tensor, str], config: RunConfig) -> torch.optim.AdamW:
@@ -79,124 +213,56 @@ def build_optimizer(names: dict[Tensor, str], config: RunConfig) -> torch.optim.
     return torch.optim.AdamW(groups, lr=train.learning_rate, betas=train.betas, fused=fused)
 
 
-def update(learner: Learner, step: int, stop: StopRequest | None = None) -> dict[str, Any] | None:
-    """Update number `step`; its line of the metrics, or None where `stop` came before its end."""
-    config, optimizer = learner.config, learner.optimizer
-    rate = learning_rate(step, config.train)
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-    optimizer.zero_grad(set_to_none=True)
-    mean, passes = Mean(), learner.team.share.passes(config.train)
-    for number, (tokens, *rest) in enumerate(learner.batches.of_step(step), start=1):
-        if stop:
-            return None
-        with learner.team.accumulating(number < passes):
-            terms = _pass(learner, step, tokens, *rest)
-            (terms.loss / passes).backward()
-        mean.add(terms)
-    line = _line(learner, step, "train", mean)
-    norm = _clip_gradients(learner, step)
-    optimizer.step()
-    return line | {"learning_rate": rate, "grad_norm": norm}
-
-
-@torch.no_grad()
-def evaluate(learner: Learner, step: int) -> dict[str, Any]:
-    """The line of the metrics for the validation windows, after update number `step`."""
-    mean = Mean()
-    for (tokens, *rest), own in learner.batches.shared_evaluation():
-        terms = _pass(learner, step, tokens, *rest)
-        mean.add(terms, len(tokens) if own else 0)
-    learner.team.end_evaluation(learner.decoder)
-    return _line(learner, step, "valid", mean)
-
-
-def _pass(learner: Learner, step: int, *batch: Tensor | None) -> Terms:
-    """The terms of one batch; a NonFiniteError where the model has diverged."""
-    try:
-        with autocast(learner.config.train):
-            return learner.terms(*batch, step=step)
-    except NotANumber:
-        raise _spoilt(learner, f"step {step}: a routing is not a number, nor is the loss") from None
-
-
 class Mean:
     """Means of terms over passes, weighted by their windows."""
 
     def __init__(self) -> None:
         self.weight = 0
-        self.sums: list[Tensor | None] = [None] * 4
+        self.sums: Terms | None = None
 
     def add(self, terms: Terms, weight: int = 1) -> None:
         self.weight += weight
-        values = (terms.loss.detach(), terms.lm_loss, terms.expected_reach, terms.shares)
-        for index, value in enumerate(values):
-            if value is not None:
-                before = self.sums[index]
-                self.sums[index] = value * weight if before is None else before + value * weight
+        terms = replace(terms, loss=terms.loss.detach())
+        weighted = _by_field(lambda value: value * weight, terms)
+        self.sums = weighted if self.sums is None else _by_field(torch.add, self.sums, weighted)
 
-    def values(self, team: Team) -> tuple[float, float, float | None, list[Any] | None]:
-        """Over all that the team saw."""
-        sums, weight = self.sums, self.weight
+    def over(self, team: Team) -> Terms:
+        """The means over all that the team saw."""
+        assert self.sums is not None
+        sums, weight = self.sums, float(self.weight)
         if team.num_processes > 1:
-            # One sum for all of them; in float64, as there are few.
-            there = [s for s in sums if s is not None]
-            flat = torch.cat([s.double().flatten() for s in there])
-            *parts, total = team.sum(torch.cat([flat, flat.new_tensor([weight])])).split(
-                [s.numel() for s in there] + [1]
-            )
-            summed = iter(part.view(s.shape) for part, s in zip(parts, there, strict=True))
-            sums = [None if s is None else next(summed) for s in sums]
-            weight = float(total)
-        loss, lm_loss, reach, shares = (None if s is None else s / weight for s in sums)
-        assert loss is not None and lm_loss is not None
-        return (
-            float(loss),
-            float(lm_loss),
-            None if reach is None else float(reach),
-            None if shares is None else shares.tolist(),
+            # One message for all of them; in float64, as there are few.
+            parts: list[Tensor] = []
+            _by_field(lambda value: parts.append(value.double().flatten()), sums)
+            together = torch.cat([*parts, parts[0].new_tensor([weight])])
+            *summed, whole = team.sum(together).split([part.numel() for part in parts] + [1])
+            rest = iter(summed)
+            sums, weight = _by_field(lambda v: next(rest).view(v.shape), sums), float(whole)
+        return _by_field(lambda value: value / weight, sums)
+
+
+def _by_field(change: Callable[..., Any], *terms: Terms) -> Terms:
+    """What `change` makes of each field; what a variant does not have stays None."""
+    made: dict[str, Any] = {}
+    for field in fields(Terms):
+        values = [getattr(each, field.name) for each in terms]
+        made[field.name] = None if values[0] is None else change(*values)
+    return Terms(**made)
+
+
+def _check_memory(config: RunConfig, team: Team) -> None:
+    """A model that cannot fit is refused before anything is made."""
+    parameters = total(parameter_parts(config.model, config.attention))
+    # The gradient and two moments besides; other devices hold those, but get the parameters here.
+    copies = 4 if torch.device(config.train.device).type == "cpu" else 1
+    needed = 4 * copies * parameters / team.num_processes
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > there:
+        names = ("vocab_size", "hidden_size", "num_layers", "num_heads", "head_dim", "ffn_size")
+        sizes = ", ".join(f"model.{name}={getattr(config.model, name)}" for name in names)
+        names = ("router_hidden", "routing_groups")
+        sizes += "".join(f", attention.{name}={getattr(config.attention, name)}" for name in names)
+        raise TrainingError(
+            f"a model with {sizes} has {parameters:.4g} parameters; to train it takes "
+            f"{needed / 1e9:.4g} GB of memory, and this machine has {there / 1e9:.4g} GB"
         )
-
-
-def _line(learner: Learner, step: int, split: str, mean: Mean) -> dict[str, Any]:
-    loss, lm_loss, reach, shares = mean.values(learner.team)
-    if not math.isfinite(loss):
-        what = "loss" if split == "train" else "validation loss"
-        raise _spoilt(learner, f"step {step}: the {what} is {loss}")
-    return {
-        "step": step,
-        "split": split,
-        "tokens": step * learner.config.tokens_per_step,
-        "loss": loss,
-        "lm_loss": lm_loss,
-        "learning_rate": None,
-        "grad_norm": None,
-        "tokens_per_second": None,
-        "expected_reach": reach,
-        "cost_weight": learner.objective.cost_weight(step),
-        "regime_shares": None if shares is None else {"query": shares[0], "key": shares[1]},
-    }
-
-
-def _clip_gradients(learner: Learner, step: int) -> float:
-    """The norm of the gradient before clipping; a NonFiniteError names who spoilt it."""
-    team = learner.team
-    norm = team.gradient_norm(learner.names)
-    value = float(norm)
-    if not math.isfinite(value):
-        spoilt = team.bad_gradients(learner.names)
-        bad = [name for name, is_bad in zip(learner.names.values(), spoilt, strict=True) if is_bad]
-        some = ", ".join(bad[:3]) + (f" and {len(bad) - 3} more" if len(bad) > 3 else "")
-        where = f" (in {some})" if bad else ""
-        raise _spoilt(learner, f"step {step}: the gradient is {value}{where}")
-    most = learner.config.train.grad_clip
-    if most is not None and value > most:
-        team.clip(learner.names, most, norm)
-    return value
-
-
-def _spoilt(learner: Learner, message: str) -> NonFiniteError:
-    error = NonFiniteError(message)
-    # All processes of a team find the same figure, and one says so.
-    error.reported_by_peer = not learner.team.is_first
-    return error

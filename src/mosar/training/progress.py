@@ -60,13 +60,13 @@ class Reporter:
     def show(self, line: dict[str, Any]) -> None:
         """A line of the metrics."""
         if line["split"] == "valid":
-            self._valid = f" · valid {line['lm_loss']:.4f}"
+            self._valid = f" · valid {line.get('lm_loss', line['loss']):.4f}"
             if self._lines:
                 self.say(f"step {line['step']}/{self.steps}{self._valid}")
             return
         text = f"loss {line['loss']:.4f}{self._valid} · {line['tokens_per_second']:,.0f} tokens/s"
         now, step = time.monotonic(), line["step"]
-        # No oftener than one can see: short steps should not wait for the terminal.
+        # At most five times a second: short steps should not wait for the terminal.
         pause = _BAR_SECONDS if self._bar is not None else _LINE_SECONDS
         if now - self._last < pause and step < self.steps:
             return

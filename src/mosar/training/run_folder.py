@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 from mosar.errors import TrainingError
 from mosar.files import (
@@ -36,6 +36,18 @@ SCHEMA_VERSION = 1
 _AFTER = "after"
 _BATCH = {"train.micro_batch", "train.accumulation"}
 _WITHOUT = "put back what was written, or remove the file to go on without its lines"
+
+
+class SavedConfig(Protocol):
+    """A configuration that a run folder keeps."""
+
+    def to_dict(self) -> dict[str, Any]: ...
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self: ...
+    def fingerprint(self) -> str: ...
+
+
+Config = TypeVar("Config", bound=SavedConfig)
 
 
 @contextmanager
@@ -60,12 +72,12 @@ def locked(folder: Path) -> Iterator[None]:
 
 def read_config(folder: Path) -> RunConfig:
     """The configuration of a run; a TrainingError where it cannot be read."""
-    return _read(folder)[0]
+    return read_saved(folder, RunConfig)[0]
 
 
 def read_data_fingerprint(folder: Path) -> str:
     """The fingerprint of the data that a run was made with."""
-    return _read(folder)[1]
+    return read_saved(folder, RunConfig)[1]
 
 
 def has_run(folder: Path) -> bool:
@@ -86,8 +98,8 @@ def foreign_file(folder: Path, own: Iterable[str] = ()) -> str | None:
     return next((n for n in names if not n.startswith(".") and n not in set(own)), None)
 
 
-def _read(folder: Path) -> tuple[RunConfig, str]:
-    """The configuration and the fingerprint of the data."""
+def read_saved(folder: Path, kind: type[Config]) -> tuple[Config, str]:
+    """The configuration, which must be of a `kind` of run, and the fingerprint of the data."""
     path = folder / CONFIG
     try:
         saved = parse_json(path.read_bytes())
@@ -95,14 +107,14 @@ def _read(folder: Path) -> tuple[RunConfig, str]:
             raise ValueError(f"its schema is {saved.get('schema')!r}, not {SCHEMA_VERSION}")
         head = ("schema", "environment", "data_fingerprint")
         values = {key: value for key, value in saved.items() if key not in head}
-        return RunConfig.from_dict(values), saved["data_fingerprint"]
+        return kind.from_dict(values), saved["data_fingerprint"]
     except OSError as error:
         raise TrainingError(f"cannot read {path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise TrainingError(f"{path} is not a run's configuration: {error}") from None
 
 
-def write_config(folder: Path, config: RunConfig, data_fingerprint: str) -> None:
+def write_config(folder: Path, config: SavedConfig, data_fingerprint: str) -> None:
     saved = {
         "schema": SCHEMA_VERSION,
         **config.to_dict(),
@@ -116,7 +128,7 @@ def check_same_run(
     folder: Path, config: RunConfig, data_fingerprint: str, report: Callable[[str], None]
 ) -> None:
     """A TrainingError that names the keys in which the run in `folder` is another one."""
-    saved, saved_fingerprint = _read(folder)
+    saved, saved_fingerprint = read_saved(folder, RunConfig)
     old, new = saved.flat(), config.flat()
     differing = {key for key in new if old.get(key) != new[key]}
     # Another task is said below, as a key that differs.

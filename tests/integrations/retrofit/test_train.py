@@ -9,16 +9,15 @@ import torch
 import mosar
 from integrations.retrofit.models import GEOMETRY, tiny_model, tokens
 from mosar import MoSARConfig
-from mosar.errors import ModelError, TrainingInterrupted
+from mosar.errors import ModelError, TrainingError, TrainingInterrupted
 from mosar.integrations.retrofit import load_adapter
-from mosar.integrations.retrofit import train as training
 from mosar.integrations.retrofit.base_model import BaseIdentity
-from mosar.integrations.retrofit.config import RetrofitSettings
+from mosar.integrations.retrofit.config import RetrofitConfig, RetrofitSettings
 from mosar.integrations.retrofit.learner import LayerLearner
 from mosar.integrations.retrofit.objective import head_attention
-from mosar.integrations.retrofit.train import read_settings, train_retrofit
+from mosar.integrations.retrofit.train import RouterLearner, train_retrofit
 from mosar.integrations.retrofit.windows import Windows
-from mosar.training.run_folder import read_metrics
+from mosar.training.run_folder import read_metrics, read_saved
 
 LENGTH = 128
 SETTINGS = RetrofitSettings(
@@ -93,8 +92,8 @@ def test_windows_begin_at_every_position_of_the_context(tmp_path, monkeypatch):
     (first_k, first), (other_k, other) = seen[1], seen[2]
     assert (first_k - other_k).abs().max() > 0.1
     torch.testing.assert_close(first, other, atol=1e-4, rtol=1e-3)
-    run_ = training._Run(attached, same, settings, tmp_path, BaseIdentity.of(attached.model))
-    offsets = [run_._offset(step) for step in range(200)]
+    learner = RouterLearner(attached, same, settings, BaseIdentity.of(attached.model))
+    offsets = [learner._offset(step) for step in range(200)]
     # The tiny model reads 512 tokens.
     assert min(offsets) < 40 and 345 < max(offsets) <= 512 - LENGTH
 
@@ -124,7 +123,7 @@ def test_the_adapter_is_what_was_trained(trained):
 
 def test_a_run_that_was_interrupted_goes_on_bit_for_bit(trained, tmp_path, monkeypatch):
     out, attached, _ = trained
-    steer = training._Run._steer
+    steer = RouterLearner._steer
     calls = []
 
     def interrupting(self, density):
@@ -133,7 +132,7 @@ def test_a_run_that_was_interrupted_goes_on_bit_for_bit(trained, tmp_path, monke
         if len(calls) == 11:
             signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr(training._Run, "_steer", interrupting)
+    monkeypatch.setattr(RouterLearner, "_steer", interrupting)
     with pytest.raises(TrainingInterrupted, match="saved at step 11 of 24"):
         run(tmp_path / "run")
     monkeypatch.undo()
@@ -155,12 +154,12 @@ def test_a_killed_run_goes_on_from_its_checkpoint(trained, tmp_path, monkeypatch
     class Killed(BaseException):
         pass
 
-    def dying(self, step, *, learn=training._Run._learn):
+    def dying(self, step, stop=None, *, update=RouterLearner.update):
         if step == 12:
             raise Killed
-        return learn(self, step)
+        return update(self, step, stop)
 
-    monkeypatch.setattr(training._Run, "_learn", dying)
+    monkeypatch.setattr(RouterLearner, "update", dying)
     with pytest.raises(Killed):
         run(tmp_path / "run")
     monkeypatch.undo()
@@ -209,14 +208,14 @@ def test_a_run_that_never_made_a_step_does_not_keep_its_folder(tmp_path, monkeyp
     def no_memory(*arguments):
         raise MemoryError
 
-    monkeypatch.setattr(training._Run, "_learn", no_memory)
-    with pytest.raises(MemoryError):
+    monkeypatch.setattr(RouterLearner, "update", no_memory)
+    with pytest.raises(TrainingError, match="out of memory; no checkpoint is lost; fewer queries"):
         run(tmp_path / "run")
     monkeypatch.undo()
     other = RetrofitSettings.from_dict(SETTINGS.to_dict() | {"steps": 2})
     _, result = run(tmp_path / "run", other)
     assert (result.resumed_from, result.step) == (0, 2)
-    assert read_settings(tmp_path / "run")[0] == other
+    assert read_saved(tmp_path / "run", RetrofitConfig)[0].settings == other
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from mosar.training.distributed.build import TENSOR, split_dim
 from mosar.training.distributed.environment import launched
 from mosar.training.distributed.launch import open_team
 from mosar.training.distributed.tensor import local
-from mosar.training.learner import Learner, update
+from mosar.training.learner import Learner
 from mosar.training.loop import train
 from mosar.training.objective import Objective
 from mosar.training.stopping import StopRequest
@@ -97,7 +97,7 @@ def spoilt_job(job):
     config = configure(job)
     team = open_team(config)
     with team.running(Path(job["data"])):
-        learner = Learner.build(config, open_batches(config, team.share), team=team)
+        learner = Learner.of(config, open_batches(config, team.share), team=team)
         for parameter, name in learner.names.items():
             parameter.grad = torch.zeros_like(parameter)
             if launched()[0] == 1 and name == job["parameter"]:
@@ -112,9 +112,9 @@ def sent_job(job):
     config = configure(job)
     team = open_team(config)
     with team.running(Path(job["data"])):
-        learner = Learner.build(config, open_batches(config, team.share), team=team)
+        learner = Learner.of(config, open_batches(config, team.share), team=team)
         with counted(("all_reduce", "all_gather_single", "reduce_scatter_single")) as sent:
-            update(learner, 1, StopRequest())
+            learner.update(1, StopRequest())
     if team.is_first:
         Path(job["out"]).write_text(json.dumps(sent))
 
@@ -124,7 +124,7 @@ def held_job(job):
     config = configure(job)
     team = open_team(config)
     with team.running(Path(job["data"])):
-        learner = Learner.build(config, open_batches(config, team.share), team=team)
+        learner = Learner.of(config, open_batches(config, team.share), team=team)
         Path(job["out"]).write_text(json.dumps(peak_of_update(learner)))
 
 

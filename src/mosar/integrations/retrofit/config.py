@@ -1,11 +1,19 @@
-"""The settings of a retrofit run: frozen, checked once, saved with the result."""
+"""The configuration of a retrofit: frozen, checked once, saved with the result."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from numbers import Integral
 from typing import Any
+
+from mosar.core.config import MoSARConfig
+from mosar.integrations.retrofit.base_model import BaseIdentity
+
+KIND = "retrofit"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +47,7 @@ class RetrofitSettings:
     valid_windows: int = 2
     """Windows held out for validation."""
     checkpoint_every: int = 10
-    """Steps between checkpoints."""
+    """Steps between checkpoints, and between evaluations."""
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -83,3 +91,37 @@ class RetrofitSettings:
         if unknown:
             raise ValueError(f"unknown settings {unknown}; known are {sorted(known)}")
         return cls(**values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetrofitConfig:
+    """Everything that a retrofit follows from, together with the contents of its data."""
+
+    start: str | None
+    """The checksum of the routers it began with; None: of none."""
+    base: BaseIdentity
+    geometry: MoSARConfig
+    settings: RetrofitSettings
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "kind": KIND,
+            "start": self.start,
+            "base": self.base.to_dict(),
+            "geometry": self.geometry.to_dict(),
+            "settings": self.settings.to_dict(),
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> RetrofitConfig:
+        if values.get("kind") != KIND:
+            raise ValueError("it is of another kind of run")
+        return cls(
+            start=values["start"],
+            base=BaseIdentity(**values["base"]),
+            geometry=MoSARConfig.from_dict(values["geometry"]),
+            settings=RetrofitSettings.from_dict(values["settings"]),
+        )
+
+    def fingerprint(self) -> str:
+        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()

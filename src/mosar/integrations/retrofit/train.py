@@ -3,14 +3,12 @@
     for each step: a window → the dense model → in each layer: q, k → updates of its routers
                    → lambda towards the target density → metrics → now and then a checkpoint
 
-The run folder is that of `mosar train` (config.json, metrics.jsonl, checkpoints), and the adapter.
+The run folder and the loop are those of `mosar train`; the folder gets the adapter besides.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,32 +18,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mosar.core.config import MoSARConfig
-from mosar.errors import ModelError, TrainingError, TrainingInterrupted
-from mosar.files import parse_json, replace_synced
+from mosar.errors import ModelError, NonFiniteError
 from mosar.integrations.retrofit.adapter import copy_routers, save_adapter
 from mosar.integrations.retrofit.attach import Retrofit
 from mosar.integrations.retrofit.base_model import BaseIdentity, check_length, context_length
-from mosar.integrations.retrofit.config import RetrofitSettings
+from mosar.integrations.retrofit.config import RetrofitConfig, RetrofitSettings
 from mosar.integrations.retrofit.layer import RoutedLayer
 from mosar.integrations.retrofit.learner import LayerInput, LayerLearner, LayerMeasure
 from mosar.integrations.retrofit.windows import Windows
-from mosar.records import environment
-from mosar.training import checkpoints
-from mosar.training.checkpoints import DamagedCheckpoint
+from mosar.training.distributed.team import Team
+from mosar.training.loop import train_run
 from mosar.training.progress import Reporter
-from mosar.training.run_folder import (
-    CHECKPOINTS,
-    CONFIG,
-    METRICS,
-    MetricsFile,
-    has_made_a_step,
-    locked,
-    truncate_metrics,
-)
-from mosar.training.stopping import StopRequest, stop_requests
+from mosar.training.run import Cadence, Run
+from mosar.training.run_folder import read_metrics, read_saved
+from mosar.training.stopping import StopRequest
 
-SCHEMA_VERSION = 1
 # lambda stays where its effect can be undone.
 _LEAST_COST, _MOST_COST = 1e-7, 1e2
 
@@ -74,7 +61,7 @@ def train_retrofit(
     notes: Mapping[str, Any] | None = None,
     progress: bool = True,
 ) -> RetrofitRun:
-    """Trains into the run folder `out`, going on from its newest checkpoint if there is one.
+    """Trains into the run folder `out`, resuming from its newest checkpoint if there is one.
 
     start_from: an adapter to begin with, its lambda too, instead of nearly uniform choices; they
     have settled, so their entropy is left alone. notes: more for adapter.json. A ModelError or
@@ -84,138 +71,97 @@ def train_retrofit(
     out = Path(out)
     check_length(attached.model, settings.length)
     base = BaseIdentity.of(attached.model) if base is None else base
-    reporter = Reporter(settings.steps, progress=progress)
-    with locked(out), stop_requests() as stop:
-        run = _Run(attached, windows, settings, out, base, start_from)
-        start = run.open(reporter)
-        link = truncate_metrics(out / METRICS, start if start else -1, reporter.say)
-        metrics = MetricsFile(out / METRICS, link)
-        try:
-            with reporter.running(start):
-                for line in run.steps(start, stop, metrics):
-                    metrics.append(line)
-                    # What it calls the loss of a language model is here that of the routers.
-                    reporter.show(line | {"lm_loss": line["loss"]})
-        finally:
-            metrics.close()
-            attached.observe(None)
-        attached.set_routing("sparse")
-        made = {"settings": run.settings.to_dict(), "data_fingerprint": windows.fingerprint}
-        made |= {"cost_weight": run.cost_weight}
-        save_adapter(attached, out, made | dict(notes or {}), base=base)
-    valid = run.last_valid
-    return RetrofitRun(out, settings.steps, start, valid["density"], valid["lost"])
+    learner = RouterLearner(attached, windows, settings, base, start_from, notes)
+    start = train_run(learner, out, Reporter(settings.steps, progress=progress))
+    *_, last = read_metrics(out, "valid")
+    return RetrofitRun(out, settings.steps, start, last["density"], last["lost"])
 
 
-class _Run:
-    """What a step changes, and what it is made with."""
+class RouterLearner(Run):
+    """The routers of all layers, each with its optimizer, and the windows they learn from."""
+
+    config: RetrofitConfig
+    how_to_save_memory = "fewer queries or a smaller length take less memory"
 
     def __init__(
         self,
         attached: Retrofit,
         windows: Windows,
         settings: RetrofitSettings,
-        out: Path,
         base: BaseIdentity,
         start_from: Path | str | None = None,
+        notes: Mapping[str, Any] | None = None,
     ):
-        self.start: dict[str, Any] | None = None
+        self.cost_weight, start = settings.cost_weight, None
         if start_from is not None:
-            self.start = copy_routers(attached, start_from, base)
+            description = copy_routers(attached, start_from, base)
+            start = description["weights_sha256"]
+            self.cost_weight = description["notes"].get("cost_weight", settings.cost_weight)
             settings = replace(settings, entropy_weight=0.0)
-        self.attached, self.windows, self.settings = attached, windows, settings
-        self.out, self.base = out, base
-        known = {} if self.start is None else self.start["notes"]
-        self.cost_weight = known.get("cost_weight", settings.cost_weight)
-        for parameter in attached.parameters():
+        self.attached, self.windows, self.settings, self.notes = attached, windows, settings, notes
+        self.config = RetrofitConfig(
+            start=start, base=base, geometry=attached.config, settings=settings
+        )
+        self.team, self.tokens_per_step = Team(), settings.length
+        every = settings.checkpoint_every
+        self.cadence = Cadence(settings.steps, settings.seed, every, every)
+        self.data_fingerprint = windows.fingerprint
+
+    def prepare(self) -> None:
+        for parameter in self.attached.parameters():
             parameter.requires_grad_(True)
-        self.learners = [LayerLearner(layer, settings) for layer in attached]
-        self.last_valid: dict[str, Any] = {}
 
-    def open(self, reporter: Reporter) -> int:
-        """Makes `out` the folder of this run; the step to go on from, 0 at the beginning."""
-        content = self._content()
-        path, folder = self.out / CONFIG, self.out / CHECKPOINTS
-        if not path.exists():
-            if checkpoints.list_steps(folder):
-                raise ModelError(f"{self.out} has checkpoints but no {CONFIG}; give another --out")
-            return self._begin(path, content)
-        try:
-            saved = parse_json(path.read_bytes())
-            differing = [key for key in content if saved.get(key) != content[key]]
-        except (OSError, ValueError, AttributeError):
-            raise ModelError(
-                f"{path} is not a retrofit's configuration; give another --out"
-            ) from None
-        if differing and saved.get("kind") == content["kind"] and not has_made_a_step(self.out):
-            return self._begin(path, content)
-        if differing:
-            raise ModelError(
-                f"{self.out} holds a run with other {', '.join(differing)}; give another --out"
-            )
-        checkpoints.remove_unfinished(folder)
-        try:
-            checkpoint = checkpoints.newest_checkpoint(folder, reporter.say)
-        except DamagedCheckpoint as error:
-            raise ModelError(f"{error}; give another --out to start again") from None
-        if checkpoint is None:
-            return 0
-        self._restore(checkpoint)
-        reporter.say(f"going on from step {checkpoint.step}")
-        return checkpoint.step
+    def build(self, *, initialise: bool) -> None:
+        self.names = {p: name for name, p in self.attached.named_parameters().items()}
+        self.learners = [LayerLearner(layer, self.settings) for layer in self.attached]
+        self.optimizers = [learner.optimizer for learner in self.learners]
+        if initialise and self.config.start is None:
+            self._pass(self.windows.train[0], LayerLearner.soften)
 
-    def _begin(self, path: Path, content: dict[str, Any]) -> int:
-        saved = content | {"environment": environment()}
-        replace_synced(path, json.dumps(saved, indent=1).encode() + b"\n")
-        return 0
-
-    def steps(
-        self, start: int, stop: StopRequest, metrics: MetricsFile
-    ) -> Iterator[dict[str, Any]]:
-        settings, saved = self.settings, start
-        if start == 0:
-            if self.start is None:
-                self._soften()
-            yield self._evaluate(0)
-        for step in range(start + 1, settings.steps + 1):
-            begun = time.perf_counter()
-            measures = self._learn(step)
-            seconds = time.perf_counter() - begun
-            line = self._line(step, "train", measures)
-            yield line | {"tokens_per_second": settings.length / max(seconds, 1e-9)}
-            self._steer(line["density"])
-            last = step == settings.steps
-            if step % settings.checkpoint_every == 0 or last or stop:
-                if last or step % settings.checkpoint_every == 0:
-                    yield self._evaluate(step)
-                self._save(step, metrics)
-                saved = step
-            if stop and not last:
-                assert stop.signal_number is not None and saved == step
-                raise TrainingInterrupted(
-                    f"stopped, saved at step {step} of {settings.steps}; the same command goes on",
-                    stop.signal_number,
-                )
-        if start == settings.steps:
-            # Its line is there already.
-            self._evaluate(start)
-
-    def _learn(self, step: int) -> list[LayerMeasure]:
+    def update(self, step: int, stop: StopRequest | None = None) -> dict[str, Any]:
         def learn(learner: LayerLearner, given: LayerInput) -> LayerMeasure:
             return learner.learn(given, step, self.cost_weight)
 
-        return self._pass(self.windows.train[step - 1], learn, self._offset(step))
+        measures = self._pass(self.windows.train[step - 1], learn, self._offset(step))
+        line = self._line(step, "train", measures)
+        self._steer(line["density"])
+        return line
 
-    def _evaluate(self, step: int) -> dict[str, Any]:
+    def evaluate(self, step: int) -> dict[str, Any]:
         def measure(learner: LayerLearner, given: LayerInput) -> LayerMeasure:
             return learner.measure(given, self.cost_weight)
 
         passes = [self._pass(window, measure) for window in self.windows.valid]
-        self.last_valid = self._line(step, "valid", [m for measures in passes for m in measures])
-        return self.last_valid
+        return self._line(step, "valid", [m for measures in passes for m in measures])
 
-    def _soften(self) -> None:
-        self._pass(self.windows.train[0], LayerLearner.soften)
+    def check_same(self, folder: Path, report: Callable[[str], None]) -> None:
+        saved, fingerprint = read_saved(folder, RetrofitConfig)
+        was, now = saved.to_dict(), self.config.to_dict()
+        differing = [key for key in now if was[key] != now[key]]
+        if fingerprint != self.data_fingerprint:
+            differing.append("data_fingerprint")
+        if differing:
+            raise ModelError(
+                f"{folder} holds a run with other {', '.join(differing)}; give another --out"
+            )
+
+    def how_to_continue(self, out: Path) -> str:
+        return "the same command goes on"
+
+    def state(self) -> dict[str, Any]:
+        return {"cost_weight": self.cost_weight}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.cost_weight = state["cost_weight"]
+
+    def finish(self, out: Path) -> None:
+        self.attached.set_routing("sparse")
+        made = {
+            "settings": self.settings.to_dict(),
+            "data_fingerprint": self.data_fingerprint,
+            "cost_weight": self.cost_weight,
+        }
+        save_adapter(self.attached, out, made | dict(self.notes or {}), base=self.config.base)
 
     def _offset(self, step: int) -> int:
         """The position at which the window of a step begins.
@@ -262,7 +208,7 @@ class _Run:
 
         loss = sum(m.loss for m in measures) / len(measures)
         if not math.isfinite(loss):
-            raise ModelError(f"step {step}: the loss is {loss}; the last checkpoint is kept")
+            raise NonFiniteError(f"step {step}: the loss is {loss}")
         number = len(self.learners)
         by_layer = [
             torch.stack([m.density for m in measures[index::number]]).mean(dim=0).tolist()
@@ -280,47 +226,6 @@ class _Run:
             "tokens_per_second": None,
         }
 
-    def _content(self) -> dict[str, Any]:
-        return {
-            "schema": SCHEMA_VERSION,
-            "kind": "retrofit",
-            "start": None if self.start is None else self.start["weights_sha256"],
-            "base": self.base.to_dict(),
-            "geometry": self.attached.config.to_dict(),
-            "settings": self.settings.to_dict(),
-            "data_fingerprint": self.windows.fingerprint,
-        }
-
-    def _save(self, step: int, metrics: MetricsFile) -> None:
-        metrics.sync()
-        names: dict[Tensor, str] = {p: n for n, p in self.attached.named_parameters().items()}
-        optimizer = {}
-        for learner in self.learners:
-            optimizer |= checkpoints.optimizer_tensors(learner.optimizer, names)
-        folder = self.out / CHECKPOINTS
-        state = {"cost_weight": self.cost_weight, "environment": environment()}
-        state["metrics"] = metrics.link
-        model = {name: parameter for parameter, name in names.items()}
-        checkpoints.write_checkpoint(folder, step, model, optimizer, state)
-        checkpoints.prune_checkpoints(folder, 2, 0)
-
-    def _restore(self, checkpoint: checkpoints.Checkpoint) -> None:
-        named = self.attached.named_parameters()
-        saved = checkpoint.model()
-        with torch.no_grad():
-            for name, parameter in named.items():
-                parameter.copy_(saved[name])
-        tensors = checkpoint.optimizer()
-        for learner in self.learners:
-            own = {
-                p: n for n, p in named.items() if n.partition(".")[0] == str(learner.layer.index)
-            }
-            mine = {
-                key: t for key, t in tensors.items() if key.partition(".")[2] in set(own.values())
-            }
-            checkpoints.restore_optimizer(learner.optimizer, own, mine)  # pyright: ignore
-        self.cost_weight = checkpoint.state["cost_weight"]
-
 
 @contextmanager
 def _observing(attached: Retrofit, observer: Any) -> Iterator[None]:
@@ -330,19 +235,3 @@ def _observing(attached: Retrofit, observer: Any) -> Iterator[None]:
         yield
     finally:
         attached.observe(None)
-
-
-def read_settings(out: Path | str) -> tuple[RetrofitSettings, MoSARConfig]:
-    """The settings and the geometry of the run in `out`."""
-    path = Path(out) / CONFIG
-    try:
-        saved = parse_json(path.read_bytes())
-        if saved["kind"] != "retrofit":
-            raise ValueError("it is of another kind of run")
-        return RetrofitSettings.from_dict(saved["settings"]), MoSARConfig.from_dict(
-            saved["geometry"]
-        )
-    except OSError as error:
-        raise TrainingError(f"cannot read {path}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise TrainingError(f"{path} is not a retrofit's configuration: {error}") from None

@@ -25,6 +25,8 @@ from mosar.errors import TrainingError
 from mosar.files import file_checksum, sync
 from mosar.training.checkpoints import (
     Checkpoint,
+    Names,
+    Optimizers,
     begin_checkpoint,
     checkpoint_path,
     finish_checkpoint,
@@ -35,11 +37,15 @@ from mosar.training.distributed.shards import OPTIMIZER_STATE, PARAMETERS, shard
 
 if TYPE_CHECKING:
     from mosar.training.distributed.process_team import ProcessTeam
-    from mosar.training.learner import Learner
 
 
 def write_checkpoint(
-    team: ProcessTeam, learner: Learner, folder: Path, step: int, state: dict[str, Any]
+    team: ProcessTeam,
+    names: Names,
+    optimizers: Optimizers,
+    folder: Path,
+    step: int,
+    state: dict[str, Any],
 ) -> Path:
     """Writes one together; where a process cannot, all raise and nothing half-written stays."""
     beside = unfinished_path(folder, step)
@@ -51,7 +57,7 @@ def write_checkpoint(
                     f"{folder} is not the same folder for every process: --out must lie on a disk "
                     "that all of them share"
                 )
-        _save(_tensors(learner), learner, beside)
+        _save(names, optimizers, beside)
         checksums: dict[str, str] = {}
         with team.together():
             for path in sorted(beside.glob(f"{shard_prefix(team.rank)}*")):
@@ -67,11 +73,12 @@ def write_checkpoint(
     return checkpoint_path(folder, step)
 
 
-def read_checkpoint(learner: Learner, checkpoint: Checkpoint) -> None:
+def read_checkpoint(names: Names, optimizers: Optimizers, checkpoint: Checkpoint) -> None:
     """Puts parameters and optimizer back, each process reading what is its own."""
+    (optimizer,) = optimizers
     reader = HuggingFaceStorageReader(str(checkpoint.path))
     saved = reader.read_metadata().state_dict_metadata
-    by_name = {name: parameter for parameter, name in learner.names.items()}
+    by_name = {name: parameter for parameter, name in names.items()}
     if not by_name.keys() <= saved.keys():
         raise TrainingError(f"{checkpoint.path} has other parameters than the model")
     tensors: dict[str, Tensor] = {name: p.detach() for name, p in by_name.items()}
@@ -85,20 +92,16 @@ def read_checkpoint(learner: Learner, checkpoint: Checkpoint) -> None:
         else:
             # The count of steps; a fused optimizer keeps it beside the parameter.
             value = torch.zeros(saved[key].size, device=parameter.device)  # pyright: ignore[reportAttributeAccessIssue]
-        learner.optimizer.state[parameter][entry] = tensors[key] = value
+        optimizer.state[parameter][entry] = tensors[key] = value
     load(tensors, storage_reader=reader)
 
 
-def _tensors(learner: Learner) -> dict[str, Tensor]:
-    parameters = {name: parameter.detach() for parameter, name in learner.names.items()}
-    state = optimizer_tensors(learner.optimizer, learner.names)
+def _save(names: Names, optimizers: Optimizers, folder: Path) -> None:
+    parameters = {name: parameter.detach() for parameter, name in names.items()}
     # In order: which process writes what several hold follows from it.
-    return parameters | dict(sorted(state.items()))
-
-
-def _save(tensors: dict[str, Tensor], learner: Learner, folder: Path) -> None:
-    names = set(learner.names.values())
-    files = {key: PARAMETERS if key in names else OPTIMIZER_STATE for key in tensors}
+    state = dict(sorted(optimizer_tensors(optimizers, names).items()))
+    tensors = parameters | state
+    files = {key: PARAMETERS if key in parameters else OPTIMIZER_STATE for key in tensors}
     writer = HuggingFaceStorageWriter(
         str(folder), fqn_to_index_mapping=files, save_distributed=True
     )

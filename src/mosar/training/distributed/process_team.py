@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mosar.errors import LostProcessError, TrainingError
 from mosar.model.decoder import Decoder
-from mosar.training.checkpoints import Checkpoint
+from mosar.training.checkpoints import Checkpoint, Names, Optimizers
 from mosar.training.config import RunConfig
 from mosar.training.distributed import checkpoint as sharded
 from mosar.training.distributed.build import DATA, SHARD, TENSOR, build_decoder, split_dim
@@ -35,9 +35,6 @@ from mosar.training.distributed.tensor import local
 from mosar.training.objective import Objective, Terms
 from mosar.training.precision import autocast
 from mosar.training.stopping import StopRequest
-
-if TYPE_CHECKING:
-    from mosar.training.learner import Learner
 
 Value = TypeVar("Value")
 
@@ -269,12 +266,12 @@ class ProcessTeam(Team):
         return bool(stop)
 
     def write_checkpoint(
-        self, learner: Learner, folder: Path, step: int, state: dict[str, Any]
+        self, names: Names, optimizers: Optimizers, folder: Path, step: int, state: dict[str, Any]
     ) -> Path:
-        return sharded.write_checkpoint(self, learner, folder, step, state)
+        return sharded.write_checkpoint(self, names, optimizers, folder, step, state)
 
-    def read_checkpoint(self, learner: Learner, checkpoint: Checkpoint) -> None:
-        sharded.read_checkpoint(learner, checkpoint)
+    def read_checkpoint(self, names: Names, optimizers: Optimizers, checkpoint: Checkpoint) -> None:
+        sharded.read_checkpoint(names, optimizers, checkpoint)
 
 
 class _Pass(nn.Module):

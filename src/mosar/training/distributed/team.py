@@ -10,21 +10,18 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from mosar.model.decoder import Decoder
 from mosar.training import checkpoints
-from mosar.training.checkpoints import Checkpoint
+from mosar.training.checkpoints import Checkpoint, Names, Optimizers
 from mosar.training.config import RunConfig
 from mosar.training.distributed.share import WHOLE
 from mosar.training.objective import Objective, Terms
 from mosar.training.stopping import StopRequest
-
-if TYPE_CHECKING:
-    from mosar.training.learner import Learner
 
 Value = TypeVar("Value")
 
@@ -94,20 +91,16 @@ class Team:
         return bool(stop)
 
     def write_checkpoint(
-        self, learner: Learner, folder: Path, step: int, state: dict[str, Any]
+        self, names: Names, optimizers: Optimizers, folder: Path, step: int, state: dict[str, Any]
     ) -> Path:
-        return checkpoints.write_checkpoint(
-            folder,
-            step,
-            {name: parameter for parameter, name in learner.names.items()},
-            checkpoints.optimizer_tensors(learner.optimizer, learner.names),
-            state,
-        )
+        model = {name: parameter for parameter, name in names.items()}
+        tensors = checkpoints.optimizer_tensors(optimizers, names)
+        return checkpoints.write_checkpoint(folder, step, model, tensors, state)
 
-    def read_checkpoint(self, learner: Learner, checkpoint: Checkpoint) -> None:
-        """Puts parameters and optimizer back."""
-        checkpoints.load_parameters(learner.decoder, checkpoint)
-        checkpoints.restore_optimizer(learner.optimizer, learner.names, checkpoint.optimizer())
+    def read_checkpoint(self, names: Names, optimizers: Optimizers, checkpoint: Checkpoint) -> None:
+        """Puts parameters and optimizers back."""
+        checkpoints.load_parameters(names, checkpoint)
+        checkpoints.restore_optimizers(optimizers, names, checkpoint.optimizer())
 
 
 @contextmanager

@@ -1,0 +1,89 @@
+"""What the training loop asks of what it trains.
+
+`Learner` is a decoder with its data; a retrofit trains the routers of a frozen model.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mosar.training.distributed.team import Team
+from mosar.training.run_folder import SavedConfig
+from mosar.training.stopping import StopRequest
+from mosar.training.tensorboard import Board
+
+
+class Cadence(NamedTuple):
+    """How many steps a run has, and after how many it logs, evaluates and saves."""
+
+    steps: int
+    seed: int
+    eval_every: int
+    checkpoint_every: int
+    log_every: int = 1
+    keep_last: int = 2
+    keep_every: int = 0
+
+
+class Run(ABC):
+    """What a step changes, what it is made with, and what tells its folder from another's."""
+
+    config: SavedConfig
+    cadence: Cadence
+    team: Team
+    """The processes that take the step together."""
+    tokens_per_step: int
+    data_fingerprint: str
+    names: dict[Tensor, str]
+    """The name of each parameter that is trained."""
+    optimizers: Sequence[torch.optim.Optimizer]
+    own_files: tuple[str, ...] | None = None
+    """What a folder that holds no run yet may hold; None: anything."""
+    how_to_extend = ""
+    how_to_save_memory = ""
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Opens the data; a TrainingError says what cannot work, before the folder is made."""
+
+    @abstractmethod
+    def build(self, *, initialise: bool) -> None:
+        """Makes parameters and optimizers; without `initialise` a checkpoint will fill them."""
+
+    @abstractmethod
+    def update(self, step: int, stop: StopRequest | None = None) -> dict[str, Any] | None:
+        """Update number `step`; its line of the metrics, or None where `stop` came before."""
+
+    @abstractmethod
+    def evaluate(self, step: int) -> dict[str, Any]:
+        """The line of the metrics for the validation windows, after update number `step`."""
+
+    @abstractmethod
+    def check_same(self, folder: Path, report: Callable[[str], None]) -> None:
+        """A TrainingError where the run in `folder` is another one."""
+
+    @abstractmethod
+    def how_to_continue(self, out: Path) -> str:
+        """What to do after an interruption."""
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps besides tensors."""
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:  # noqa: B027
+        """Puts that back."""
+
+    def board(self, out: Path, start: int) -> AbstractContextManager[Board]:
+        """Where the lines of the metrics are drawn."""
+        return nullcontext(Board())
+
+    @abstractmethod
+    def finish(self, out: Path) -> None:
+        """After the last step, while the folder is still locked."""
