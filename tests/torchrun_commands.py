@@ -7,7 +7,7 @@ from torch.distributed.run import get_args_parser
 from typer.testing import CliRunner
 
 from mosar.cli import app
-from mosar.training.command import PRESET, VARIANT
+from mosar.cli.train import PRESET, VARIANT
 from mosar.training.config import resolve_config
 from mosar.training.distributed.mesh import Mesh, check_mesh
 

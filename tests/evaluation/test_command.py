@@ -111,7 +111,7 @@ def test_a_run_of_a_task(tmp_path):
         (("--routing", "native"), 2, "got 'native'"),
         (("--tokens", 10), 2, "tokens must be at least 256"),
         (("--tokens", 0), 2, "--tokens"),
-        (("--json", "no/where.jsonl"), 2, "its folder does not exist"),
+        (("--json", "no/where.jsonl"), 1, "its folder does not exist"),
     ],
 )
 def test_bad_input_is_one_line(run, monkeypatch, tmp_path, arguments, code, part):

@@ -15,7 +15,6 @@ from mosar.data.prepare import prepare
 from mosar.errors import TrainingError
 from mosar.experiments import run as experiment_run
 from mosar.experiments import work
-from mosar.experiments.command import run_reproduce_command
 from mosar.experiments.run import run_experiment
 from mosar.experiments.settings import Axis, ExperimentSettings
 from mosar.experiments.work import duration_text
@@ -196,18 +195,16 @@ TASK = (
 
 def test_tasks_as_an_axis_need_no_data(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    result = run_reproduce_command(
-        Path("e"),
+    settings = ExperimentSettings(
         preset="retrieval",
         variants=("rope", "mosar"),
-        seeds=1,
-        data=None,
-        grid="data.task=passkey,recall",
+        data=Path("nowhere"),
+        grid=Axis.parse("data.task=passkey,recall"),
         changes=TASK,
         lengths=("1x",),
         eval_tokens=256,
-        progress=False,
     )
+    result = run(settings, Path("e"))
     assert len(result.finished) == 4 and not result.failed
     assert [path.name for path in tmp_path.iterdir()] == ["e"]
     asked = json.loads((tmp_path / "e" / "experiment.json").read_text())

@@ -5,9 +5,9 @@ Heavy modules are imported inside the commands, so that help is immediate.
 """
 # ruff: noqa: F401, I001
 
-# A module adds its commands when it is imported; help lists them in this order.
-from mosar.cli import data, training, retrofitting, experiments
-from mosar.cli import planning, models, figures, benchmarks
+# A module adds its command when it is imported; help lists them in this order.
+from mosar.cli import prepare, train, consolidate, retrofit, evaluate, reproduce, report
+from mosar.cli import plan, generate, export, import_model, figure, bench
 from mosar.cli.app import app
 
 __all__ = ["app", "main"]

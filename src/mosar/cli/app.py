@@ -1,11 +1,16 @@
-"""The program and its groups of commands; the modules beside this one add the commands."""
+"""The program, and the one place where what goes wrong becomes a line and an exit code."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Annotated, Any
 
 import typer
 
+from mosar.errors import MosarError, TrainingInterrupted
 from mosar.version import __version__
 
 app = typer.Typer(
@@ -15,18 +20,65 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-figure_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
-app.add_typer(
-    figure_app,
-    name="figure",
-    help="Draw a figure.\n\nExample: mosar figure decay-kernels --out kernels.png",
-)
-bench_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
-app.add_typer(
-    bench_app,
-    name="bench",
-    help="Measure speed and memory.\n\nExample: mosar bench attention --lengths 2048,8192",
-)
+# Optional packages, and the extra of ours that installs them.
+_EXTRAS = {"matplotlib": "report", "transformers": "hf"}
+
+
+def command(
+    name: str, group: typer.Typer = app, *, stopped: str = "stopped"
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Adds a command; `stopped` is what Ctrl-C says of what is left."""
+
+    def add(function: Callable[..., None]) -> Callable[..., None]:
+        @wraps(function)
+        def run(**options: Any) -> None:
+            with failures_as_lines(stopped):
+                function(**options)
+
+        # Given in full, for a list of commands would cut it to one line.
+        summary = (inspect.getdoc(function) or "").partition("\n\n")[0]
+        group.command(name, short_help=" ".join(summary.split()))(run)
+        return function
+
+    return add
+
+
+def command_group(name: str, help: str) -> typer.Typer:
+    """Adds a command that has commands of its own."""
+    group = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+    app.add_typer(group, name=name, help=help)
+    return group
+
+
+@contextmanager
+def failures_as_lines(stopped: str) -> Iterator[None]:
+    """A failure as one line on stderr with its exit code; a wrong value as wrong usage."""
+    try:
+        yield
+    except TrainingInterrupted as error:
+        raise _end(error.exit_code, "" if error.reported_by_peer else str(error)) from None
+    except MosarError as error:
+        line = "" if error.reported_by_peer else f"error: {error}"
+        raise _end(error.exit_code, line) from None
+    except KeyboardInterrupt as error:
+        raise _end(130, str(error) or stopped) from None
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    except OSError as error:
+        reason = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        raise _end(1, f"error: {reason}") from None
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in _EXTRAS:
+            raise
+        missing = f"this needs {package}, which is not installed"
+        raise _end(1, f'error: {missing}: pip install "mosar[{_EXTRAS[package]}]"') from None
+
+
+def _end(exit_code: int, line: str) -> typer.Exit:
+    if line:
+        typer.echo(f"mosar: {' '.join(line.split())}", err=True)
+    return typer.Exit(exit_code)
 
 
 def _show_version(wanted: bool) -> None:

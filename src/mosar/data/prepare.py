@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import platform
-import shlex
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any
 
 from mosar.data.corpora import Source, find_source, read_documents, total_bytes
 from mosar.data.documents import Document, ReadReport, parse_hf
@@ -270,33 +267,6 @@ def _source_entry(source: Source, documents: int) -> SourceEntry:
         files=len(source.files),
         files_passed_over=source.passed_over,
     )
-
-
-def prepare_command(
-    sources: Sequence[str],
-    out: Path | None,
-    *,
-    check: Path | None = None,
-    **options: Any,
-) -> None:
-    """What `mosar prepare` does: makes a dataset or checks one, and says what it holds.
-
-    `options` are those of `prepare`. Wrong usage is a ValueError that is no DataError.
-    """
-    if check is not None:
-        if sources or out is not None:
-            raise ValueError("--check takes no sources and no --out: it checks a dataset")
-        manifest = check_dataset(check, progress=True)
-        print(f"{show_dataset(manifest, check)}\nevery file is as it was prepared")
-        return
-    if out is None:
-        raise ValueError("--out is missing: the folder to make")
-    manifest = prepare(sources or ("stdlib",), out, progress=True, **options)
-    for note in notes(manifest):
-        print(f"note: {note}", file=sys.stderr)
-    print(show_dataset(manifest, out))
-    folder = shlex.quote(str(out))
-    print(f"next: mosar train --variant mosar --preset quick --data {folder} --out runs/mosar")
 
 
 def show_dataset(manifest: Manifest, folder: Path | str) -> str:

@@ -25,10 +25,11 @@ from mosar.errors import ModelError
 from mosar.files import parse_json, replace_synced, sealed, unsealed
 from mosar.integrations.retrofit.attach import Retrofit, retrofit
 from mosar.integrations.retrofit.base_model import BaseIdentity, load_base
+from mosar.integrations.retrofit.entry import DESCRIPTION
 from mosar.version import __version__
 
 SCHEMA_VERSION = 1
-WEIGHTS, DESCRIPTION = "adapter.safetensors", "adapter.json"
+WEIGHTS = "adapter.safetensors"
 
 
 def save_adapter(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from numbers import Integral
 from typing import Any
@@ -125,3 +125,21 @@ class RetrofitConfig:
 
     def fingerprint(self) -> str:
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
+
+
+def changed_settings(named: Mapping[str, Any], changes: Iterable[str]) -> dict[str, Any]:
+    """The named settings with changes like "updates=4"; a ValueError says what is wrong."""
+    values = dict(named)
+    known = {item.name: item.type for item in fields(RetrofitSettings)}
+    for change in changes:
+        key, equals, text = change.partition("=")
+        if not equals or key not in known:
+            raise ValueError(
+                f"--set takes KEY=VALUE with KEY one of {sorted(known)}, got {change!r}"
+            )
+        try:
+            values[key] = int(text) if known[key] == "int" else float(text)
+        except ValueError:
+            raise ValueError(f"--set {key} takes a number, got {text!r}") from None
+    RetrofitSettings(**values)
+    return values

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mosar.core.config import MoSARConfig
@@ -10,6 +11,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from mosar.integrations.retrofit.attach import Retrofit
+
+DESCRIPTION = "adapter.json"
+"""What a retrofitted model's folder has and no other."""
+
+
+def is_retrofitted(folder: Path) -> bool:
+    return (folder / DESCRIPTION).is_file()
 
 
 def retrofit(model: PreTrainedModel, config: MoSARConfig | None = None) -> Retrofit:

@@ -13,34 +13,36 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
-from mosar.cli.app import bench_app
-from mosar.cli.shared import (
-    CommandFailed,
+from mosar.cli.app import command, command_group
+from mosar.cli.options import (
+    Geometry,
     Threads,
-    figure_suffix,
+    check_figure,
+    check_folder_of,
     listed,
-    load_config,
+    load_geometry,
     numbers,
-    one_line_errors,
-    reported,
     use_threads,
-    write_whole,
+    write_figure,
 )
+from mosar.errors import MosarError
 
 if TYPE_CHECKING:
     from mosar.bench.comparison import Comparison
 
+_group = command_group(
+    "bench", "Measure speed and memory.\n\nExample: mosar bench attention --lengths 2048,8192"
+)
 _SHAPES = "Query heads x key/value heads x head dim"
 _LABELS = "independent or clustered (the paper's shares), or FILE.npz with labels_q and labels_k."
 _FLEX = "FlexAttention compiles for ten seconds a length, so on the CPU from 1024 to 4096 tokens."
 Labels = Annotated[str, Option(help=_LABELS)]
 Seed = Annotated[int, Option(min=0, help="Of labels, queries, keys and values.")]
 Seconds = Annotated[float, Option(help="About how long a row is timed, in 5 to 30 rounds.")]
-Geometry = Annotated[Path | None, Option(help="A MoSARConfig as JSON; else the paper's geometry.")]
 Json = Annotated[Path | None, Option(help="Append a record a row to this file, as it is measured.")]
 
 
-@bench_app.command("attention")
+@command("attention", _group)
 def bench_attention(
     mode: Annotated[
         str, Option(help="Some of sparse, sparse-train, soft-train, distance-train.")
@@ -86,13 +88,12 @@ def bench_attention(
     Example: mosar bench attention --device cuda --mode sparse,sparse-train,soft-train
     """
     options = locals()
-    with one_line_errors():
-        from mosar.bench.attention import AttentionComparison
+    from mosar.bench.attention import AttentionComparison
 
-        _compare(AttentionComparison, options)
+    _compare(AttentionComparison, options)
 
 
-@bench_app.command("train")
+@command("train", _group)
 def bench_train(
     lengths: Annotated[str, Option(help="Tokens of a window.")] = "512,2048",
     softcap: Annotated[str, Option(help="capped (Gemma 2's), plain, or both.")] = "capped,plain",
@@ -113,13 +114,12 @@ def bench_train(
     Example: mosar bench train --lengths 512 --softcap plain --seconds 20 --json train.jsonl
     """
     options = locals()
-    with one_line_errors():
-        from mosar.bench.training import TrainingComparison
+    from mosar.bench.training import TrainingComparison
 
-        _compare(TrainingComparison, options)
+    _compare(TrainingComparison, options)
 
 
-@bench_app.command("decode")
+@command("decode", _group)
 def bench_decode(
     shapes: Annotated[str, Option(help=f"{_SHAPES}; not with --model.")] = "9x3x64,8x1x256",
     lengths: Annotated[
@@ -155,12 +155,11 @@ def bench_decode(
     Example: mosar bench decode --model smollm2
     """
     options = locals()
-    with one_line_errors():
-        from mosar.bench.decode import DecodeComparison
-        from mosar.bench.decode_model import ModelDecodeComparison
+    from mosar.bench.decode import DecodeComparison
+    from mosar.bench.decode_model import ModelDecodeComparison
 
-        del options["model" if model is None else "shapes"]
-        _compare(DecodeComparison if model is None else ModelDecodeComparison, options)
+    del options["model" if model is None else "shapes"]
+    _compare(DecodeComparison if model is None else ModelDecodeComparison, options)
 
 
 def _shapes(text: str) -> tuple[Any, ...]:
@@ -180,35 +179,33 @@ _READ: dict[str, Callable[[Any], Any]] = {
     "shapes": _shapes,
     "lengths": partial(numbers, "--lengths"),
     "memory": lambda text: () if text == "none" else numbers("--memory", text),
-    "config": lambda path: load_config(path, None),
+    "config": load_geometry,
 }
 
 
 def _compare(comparison_of: type[Comparison[Any, Any]], options: dict[str, Any]) -> None:
     """Measures, writes --json and --plot, and fails where a result is wrong."""
     json, plot, threads = (options.pop(name, None) for name in ("json", "plot", "threads"))
-    with reported():
-        comparison = comparison_of(
-            **{
-                name: _READ.get(name, lambda value: value)(value)
-                for name, value in options.items()
-                if value is not None
-            }
-        )
-    suffix = None if plot is None else figure_suffix("--plot", plot)
-    # A long run must not end in a file that cannot be written.
-    for path in filter(None, (json, plot)):
-        if not path.absolute().parent.is_dir():
-            raise CommandFailed(f"cannot write {path}: its folder does not exist")
+    comparison = comparison_of(
+        **{
+            name: _READ.get(name, lambda value: value)(value)
+            for name, value in options.items()
+            if value is not None
+        }
+    )
+    check_figure("--plot", plot)
+    check_folder_of(json, plot)
     use_threads(threads)
     from mosar.bench.terminal import show_comparison
 
-    with reported(ValueError, RuntimeError):
+    try:
         records = show_comparison(comparison, json)
+    except (ValueError, RuntimeError) as error:
+        raise MosarError(str(error)) from None
     if plot is not None and any(record.speedup is not None for record in records):
-        from mosar.report.figures import draw_speedup, render_figure
+        from mosar.report.figures import draw_speedup
 
-        write_whole(plot, render_figure(draw_speedup(records), suffix or ""))
+        write_figure(plot, draw_speedup(records))
     wrong = sum(not record.correct for record in records)
     if wrong:
-        raise CommandFailed(f"{wrong} of {len(records)} rows gave a wrong result")
+        raise MosarError(f"{wrong} of {len(records)} rows gave a wrong result")

@@ -1,0 +1,213 @@
+"""`mosar evaluate`: a run of `mosar train`, or a model that `mosar retrofit` gave routers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+from typer import Option
+
+from mosar.cli.app import command
+from mosar.cli.options import (
+    Lengths,
+    MovedData,
+    PredictedTokens,
+    Progress,
+    Run,
+    Step,
+    Threads,
+    check_folder_of,
+    listed,
+    numbers,
+    use_threads,
+)
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from mosar.evaluation.loaded_run import LoadedRun
+    from mosar.records import EvaluationRecord, Record, RetrievalRecord
+
+# Wide enough for every column.
+_WIDTH = 150
+
+
+@command("evaluate", stopped="stopped; what was finished is in the run folder")
+def evaluate(
+    run: Run,
+    lengths: Lengths = "1x,2x,4x",
+    routing: Annotated[
+        str | None,
+        Option(
+            help="Some of soft, top1, sparse; native for variants without routers. By default all."
+        ),
+    ] = None,
+    step: Step = None,
+    data: MovedData = None,
+    tokens: PredictedTokens = None,
+    against: Annotated[
+        Path | None,
+        Option(help="Another run: also show the difference from it, at the same --step if given."),
+    ] = None,
+    details: Annotated[bool, Option("--details", help="Also show positions and layers.")] = False,
+    force: Annotated[
+        bool, Option("--force", help="Compute again what the run folder already has.")
+    ] = False,
+    documents: Annotated[
+        int | None,
+        Option(
+            min=1,
+            help="Retrofitted models: read the beginnings of so many documents, long enough ones.",
+        ),
+    ] = None,
+    baseline_windows: Annotated[
+        str | None,
+        Option(
+            metavar="REACHES",
+            help="Retrofitted models: fixed windows to compare with, like 128,512.",
+        ),
+    ] = None,
+    timing: Annotated[
+        int | None,
+        Option(
+            min=0,
+            metavar="ROUNDS",
+            help="Retrofitted models: rounds of timing; by default 3, 0: none.",
+        ),
+    ] = None,
+    json: Annotated[Path | None, Option(help="Append the records to this file.")] = None,
+    threads: Threads = None,
+    progress: Progress = True,
+) -> None:
+    """Evaluate a run: perplexity by length and routing, reach, density, discarded mass.
+
+    Every length predicts the same validation text. A run that learnt a task (data.task) is asked
+    for its accuracy by distance instead. Records go into RUN/evaluations. A folder of mosar
+    retrofit is compared with its base model, also in speed and cache; RUN/report.md says it all.
+
+    Example: mosar evaluate runs/mosar
+
+    Example: mosar evaluate runs/mosar --lengths 1x,8x --routing top1,sparse --details
+
+    Example: mosar evaluate runs/mosar --against runs/rope
+
+    Example: mosar evaluate runs/smollm2 --lengths 2048,8192 --baseline-windows 128,512,1088
+    """
+    from mosar.integrations.retrofit.entry import is_retrofitted
+    from mosar.records import append_record
+
+    use_threads(threads)
+    check_folder_of(json)
+    asked: dict[str, Any] = {
+        "lengths": listed(lengths),
+        "routings": None if routing is None else listed(routing),
+        "data": data,
+        "tokens": tokens,
+        "force": force,
+        "progress": progress,
+    }
+    of_runs = {"--step": step, "--against": against, "--details": details or None}
+    of_retrofits = {"--documents": documents, "--baseline-windows": baseline_windows}
+    of_retrofits["--timing"] = timing
+    if is_retrofitted(run):
+        _refuse(of_runs, "is for runs of mosar train, and this was retrofitted")
+        records = _evaluate_retrofit(run, documents, baseline_windows, timing, asked)
+    else:
+        _refuse(of_retrofits, "is for retrofitted models")
+        records = _evaluate_run(run, step, against, details, asked)
+    if json is not None:
+        for record in records:
+            append_record(json, record)
+
+
+def _refuse(options: dict[str, Any], why: str) -> None:
+    for option, value in options.items():
+        if value is not None:
+            raise ValueError(f"{option} {why}")
+
+
+def _evaluate_retrofit(
+    folder: Path,
+    documents: int | None,
+    windows: str | None,
+    rounds: int | None,
+    asked: dict[str, Any],
+) -> list[Record]:
+    from mosar.cli.report import report_retrofit
+    from mosar.integrations.retrofit.evaluator import ROUNDS, evaluate_folder
+
+    records = evaluate_folder(
+        folder,
+        documents=documents,
+        windows=() if windows is None else numbers("--baseline-windows", windows),
+        rounds=ROUNDS if rounds is None else rounds,
+        **asked,
+    )
+    report_retrofit(folder)
+    return records
+
+
+def _evaluate_run(
+    run: Path, step: int | None, against: Path | None, details: bool, asked: dict[str, Any]
+) -> list[EvaluationRecord] | list[RetrievalRecord]:
+    from rich.console import Console
+
+    from mosar.evaluation import table
+    from mosar.evaluation.evaluate import evaluate
+    from mosar.evaluation.store import EVALUATIONS
+    from mosar.records import RetrievalRecord
+
+    # A long evaluation must not end in something that could have been known.
+    base = None if against is None else _comparable(run, against, step)
+    records = evaluate(run, step=step, **asked)
+    console = Console()
+    # A narrower terminal breaks the lines, which reads badly; leaving out figures would be worse.
+    wide = Console(width=max(console.width, _WIDTH))
+    if isinstance(records[0], RetrievalRecord):
+        wide.print(table.retrieval_table(cast("list[RetrievalRecord]", records)))
+    else:
+        texts = cast("list[EvaluationRecord]", records)
+        other = []
+        if base is not None:
+            other = evaluate(
+                base.run,
+                lengths=sorted({record.length for record in texts}),
+                routings=base.geometry.routings[:1],
+                step=step,
+                data=asked["data"],
+                tokens=texts[0].tokens,
+                progress=asked["progress"],
+            )
+        wide.print(table.perplexity_table(texts, cast("list[EvaluationRecord]", other)))
+        if details:
+            _show_details(texts, wide)
+        for line in table.time_ratios(texts):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+    console.print(f"records in {run / EVALUATIONS}", markup=False, highlight=False, soft_wrap=True)
+    return records
+
+
+def _show_details(records: list[EvaluationRecord], console: Console) -> None:
+    from mosar.evaluation.table import bucket_table, layer_table
+
+    for length in dict.fromkeys(record.length for record in records):
+        rows = [record for record in records if record.length == length]
+        console.print(bucket_table(rows))
+        if rows[-1].layer_density:
+            console.print(layer_table(rows[-1]))
+
+
+def _comparable(run: Path, against: Path, step: int | None) -> LoadedRun:
+    """The other run at the same step, once it is known that both learnt the same text."""
+    from mosar.evaluation.loaded_run import LoadedRun
+
+    ours, other = LoadedRun.open(run, step), LoadedRun.open(against, step)
+    for loaded in (ours, other):
+        if loaded.config.data.task != "text":
+            raise ValueError(
+                f"--against compares perplexities, and {loaded.run} learnt the task "
+                f"{loaded.config.data.task}"
+            )
+    if ours.data_fingerprint != other.data_fingerprint:
+        raise ValueError(f"--against {against} was trained on other data than {run}")
+    return other

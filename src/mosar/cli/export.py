@@ -1,0 +1,38 @@
+"""`mosar export`: a checkpoint in the form of transformers."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from typer import Option
+
+from mosar.cli.app import command
+from mosar.cli.options import MovedData, NewFolder, Run, Step
+
+
+@command("export")
+def export(
+    run: Run,
+    out: NewFolder,
+    step: Step = None,
+    dtype: Annotated[
+        str, Option(help="Of the parameters but the routers: float32, bfloat16 or float16.")
+    ] = "float32",
+    routing: Annotated[
+        str, Option(help="What the loaded model starts with: soft, top1 or sparse.")
+    ] = "soft",
+    data: MovedData = None,
+    force: Annotated[bool, Option("--force", help="Replace an exported model in --out.")] = False,
+) -> None:
+    """Export a checkpoint for transformers: weights, tokenizer, model card.
+
+    --out appears when it is complete, not before. Loading it: docs/huggingface.md.
+
+    Example: mosar export runs/mosar --out exported
+
+    Example: mosar export runs/mosar --out exported --dtype bfloat16 --routing sparse
+    """
+    from mosar.integrations.hf.export import export_run
+
+    made = export_run(run, out, step=step, dtype=dtype, routing=routing, data=data, force=force)
+    print(f"The model: {made}")

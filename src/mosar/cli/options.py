@@ -1,0 +1,120 @@
+"""Options that several commands have, and how the text of an option becomes its value."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from typer import Argument, Option
+
+import mosar
+from mosar.errors import MosarError
+from mosar.files import replace_synced
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from mosar.core.config import MoSARConfig
+
+# Read from the source that lists them: importing it would load torch.
+_SOURCE = Path(mosar.__file__).with_name("geometries") / "__init__.py"
+VARIANTS = ", ".join(re.findall(r'^    "([\w-]+)": AttentionConfig\(', _SOURCE.read_text(), re.M))
+
+Run = Annotated[Path, Argument(help="A run folder of mosar train.", show_default=False)]
+NewFolder = Annotated[Path, Option("--out", help="Folder to make.")]
+Step = Annotated[int | None, Option(min=0, help="A checkpoint; by default the newest.")]
+MovedData = Annotated[
+    Path | None, Option("--data", help="Where the data of the run lies, if it was moved.")
+]
+Dataset = Annotated[
+    Path | None, Option("--data", help="A dataset of mosar prepare; by default data/stdlib.")
+]
+Variant = Annotated[str | None, Option(help=f"{VARIANTS}.")]
+Preset = Annotated[
+    str | None,
+    Option(help="smoke (seconds), quick (minutes), small (hours), retrieval (a task) or paper."),
+]
+Lengths = Annotated[str, Option(help="Times the training length, like 2x, or tokens, like 2048.")]
+PredictedTokens = Annotated[
+    int | None,
+    Option(min=1, help="Predicted at each length; by default as many as 64 training steps see."),
+]
+Changes = Annotated[
+    list[str] | None,
+    Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="A change like train.steps=60; may be given again. Keys: docs/training.md.",
+    ),
+]
+TextField = Annotated[
+    str, Option(help="The field with the text, in JSON, parquet and hf: sources.")
+]
+Geometry = Annotated[
+    Path | None,
+    Option("--config", help="A MoSARConfig as JSON, as MoSARConfig.to_json() writes it."),
+]
+Threads = Annotated[int | None, Option(min=1, help="Threads of torch; by default its own choice.")]
+Progress = Annotated[bool, Option(help="Show progress on stderr.")]
+
+
+def use_threads(threads: int | None) -> None:
+    import torch
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+
+
+def listed(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def numbers(option: str, text: str) -> tuple[int, ...]:
+    parts = listed(text)
+    if not parts or not all(part.isdecimal() for part in parts):
+        raise ValueError(f"{option} takes numbers like 2048,8192, got {text!r}")
+    return tuple(int(part) for part in parts)
+
+
+def load_geometry(path: Path) -> MoSARConfig:
+    from mosar.core.config import MoSARConfig
+
+    try:
+        return MoSARConfig.from_json(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise MosarError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise MosarError(f"{path}: {error}") from None
+
+
+def check_folder_of(*paths: Path | None) -> None:
+    """Before a long run: it must not end in a file that cannot be written."""
+    for path in paths:
+        if path is not None and not path.absolute().parent.is_dir():
+            raise MosarError(f"cannot write {path}: its folder does not exist")
+
+
+def check_figure(option: str, path: Path | None) -> None:
+    """Refuses a figure whose name asks for a format that there is not."""
+    if path is None:
+        return
+    from mosar.report.figures import FORMATS
+
+    if path.suffix.lower().removeprefix(".") not in FORMATS:
+        known = ", ".join(f".{name}" for name in FORMATS)
+        raise MosarError(f"{option} must end in one of {known}, got {str(path)!r}")
+
+
+def write_figure(path: Path, figure: Figure) -> None:
+    from mosar.report.figures import render_figure
+
+    write_file(path, render_figure(figure, path.suffix.lower().removeprefix(".")))
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Writes a file at once; where that fails, one line says so."""
+    try:
+        replace_synced(path, data)
+    except OSError as error:
+        raise MosarError(f"cannot write {path}: {error.strerror}") from None

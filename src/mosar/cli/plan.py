@@ -1,0 +1,185 @@
+"""`mosar plan`: what a run will need."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from typer import Option
+
+from mosar.cli.app import command
+from mosar.cli.options import Changes, Preset, Variant, check_figure, write_figure, write_file
+from mosar.errors import PlanError
+
+if TYPE_CHECKING:
+    from mosar.planning.density import DensityCurve
+    from mosar.planning.plan import Plan
+    from mosar.training.config import RunConfig
+
+_ASSUMED_VOCABULARY = 4096
+
+
+@command("plan")
+def plan(
+    preset: Preset = "paper",
+    variant: Variant = "mosar",
+    context: Annotated[
+        int | None, Option(min=1, help="Tokens of a window; by default the preset's.")
+    ] = None,
+    gpus: Annotated[
+        int | None,
+        Option(min=1, max=1_000_000, help="Ranks; by default --data x --shard x --tensor."),
+    ] = None,
+    data: Annotated[
+        int | None, Option(min=1, help="Copies of the model (DDP).", show_default="chosen")
+    ] = None,
+    shard: Annotated[
+        int | None,
+        Option(
+            min=1, help="Ranks that divide parameters and optimizer (FSDP).", show_default="chosen"
+        ),
+    ] = None,
+    tensor: Annotated[
+        int | None,
+        Option(min=1, help="Ranks that divide heads and feed-forward.", show_default="chosen"),
+    ] = None,
+    windows: Annotated[
+        int | None,
+        Option(
+            min=1,
+            help="Windows of an update, on all ranks; by default the preset's, or one a rank.",
+        ),
+    ] = None,
+    memory: Annotated[
+        float, Option(min=0.001, help="GiB that a rank has; chooses the mesh.")
+    ] = 80.0,
+    density: Annotated[
+        str | None,
+        Option(
+            help="Which support density: paper or small (packaged figures), a number, or a folder "
+            "with records of mosar evaluate."
+        ),
+    ] = None,
+    changes: Changes = None,
+    json_file: Annotated[
+        Path | None,
+        Option("--json", help="Write the plan as JSON; - for stdout, without the tables."),
+    ] = None,
+    plot: Annotated[
+        Path | None, Option(help="Draw how attention's cost grows: FILE.png, .svg or .pdf.")
+    ] = None,
+) -> None:
+    """Estimate a run before it runs: parameters, operations, memory, communication, context.
+
+    Pencil and paper: nothing is trained or timed. Every line says whether it is exact, measured or
+    modelled, and by which rule. Sizes of the mesh that are not given are chosen: the simplest one
+    whose memory fits. The regimes stay those of the preset's training length, as in an evaluation
+    at a longer context; --set model.max_length=8192 scales them.
+
+    Example: mosar plan --preset paper --context 8192 --gpus 64
+
+    Example: mosar plan --preset paper --gpus 8 --tensor 8 --memory 40 --set train.precision=fp32
+
+    Example: mosar plan --preset small --variant mosar-cost --density results/small --json plan.json
+
+    Example: mosar plan --preset paper --context 16384 --plot plan.png
+    """
+    from mosar.planning.plan import make_plan
+    from mosar.training.config import resolve_config
+
+    check_figure("--plot", plot)
+    config = resolve_config(
+        variant=variant or "mosar",
+        preset=preset or "paper",
+        data=".",
+        vocab_size=_ASSUMED_VOCABULARY,
+        # A plan is of GPUs, whatever it is made on: their precision counts.
+        changes=["train.device=cuda", *(changes or ())],
+    )
+    mesh = config.distributed
+    data = data or mesh.data
+    shard = shard or (mesh.shard if mesh.shard > 1 else None)
+    tensor = tensor or (mesh.tensor if mesh.tensor > 1 else None)
+    made = make_plan(
+        config,
+        context=config.model.max_length if context is None else context,
+        gpus=(data or 1) * (shard or 1) * (tensor or 1) if gpus is None else gpus,
+        data=data,
+        shard=shard,
+        tensor=tensor,
+        windows=windows,
+        limit=memory * 2**30,
+        curves=_choose_curves(config, density),
+    )
+    if plot is not None:
+        _draw(made, plot)
+    text = json.dumps(made.to_dict(), indent=1)
+    if str(json_file) == "-":
+        print(text)
+        return
+    if json_file is not None:
+        write_file(json_file, f"{text}\n".encode())
+    from rich.console import Console
+
+    from mosar.planning.terminal import print_plan
+
+    print_plan(made, Console())
+
+
+def _draw(made: Plan, path: Path) -> None:
+    from mosar.report.plan_chart import draw_plan
+
+    section = "operations of a token"
+    rest = sum(made.value(section, f"{name}, forward") for name in ("matrices", "routers"))
+    config = made.config
+    length = f"training length {config.model.max_length:,}"
+    title = f"{config.variant}, preset {config.preset}, {length}"
+    write_figure(path, draw_plan(made.to_dict()["attention_by_context"], rest, title))
+
+
+def _choose_curves(config: RunConfig, density: str | None) -> list[DensityCurve]:
+    """The curves of a routed variant, the one that is asked for first; none for the others."""
+    from mosar.planning.density import constant_curve, curves_from_records, packaged_curves
+
+    if not config.attention.geometry_class.routed:
+        if density is not None:
+            raise PlanError(f"--density is for routed variants, {config.variant} has no routers")
+        return []
+    packaged = packaged_curves()
+    sources = sorted({name.split("/")[0] for name in packaged})
+    if density is None:
+        # The published model has published shares; smaller ones are nearer to our own records.
+        density = "paper" if config.preset == "paper" else "small"
+    if density in sources:
+        order = [density, *(source for source in sources if source != density)]
+        curves = [packaged.get(f"{source}/{config.variant}") for source in order]
+        if None in curves:
+            raise PlanError(
+                f"there is no density curve of {config.variant} with attention.geometry="
+                f"{config.attention.geometry}; give --density a number or a folder with records, "
+                "or name the routed variant with --variant"
+            )
+        return [curve for curve in curves if curve is not None]
+    try:
+        number = float(density)
+    except ValueError:
+        number = None
+    if number is not None:
+        if not 0 < number <= 1:
+            raise PlanError(f"--density must be a share in (0, 1], got {density}")
+        return [constant_curve(number)]
+    folder = Path(density).resolve()
+    if not density or not folder.is_dir():
+        raise PlanError(
+            f"--density must be {', '.join(sources)}, a number, or a folder with records, "
+            f"got {density!r}"
+        )
+    found = curves_from_records(folder)
+    curve = found.get(f"{folder.name}/{config.variant}")
+    if curve is None:
+        raise PlanError(
+            f"no evaluation of {config.variant} under sparse routing below {density}; there are "
+            f"{', '.join(found) or 'none at all'}"
+        )
+    return [curve]

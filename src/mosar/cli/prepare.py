@@ -1,0 +1,89 @@
+"""`mosar prepare`: text to token streams."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, Option
+
+from mosar.cli.app import command
+from mosar.cli.options import TextField
+
+
+@command("prepare", stopped="stopped; nothing was left behind")
+def prepare(
+    sources: Annotated[
+        list[str] | None,
+        Argument(
+            help="Text (.txt, .md, …), .jsonl, either with .gz, .parquet, folders of these, stdlib "
+            "(the sources of Python's standard library, the default), or hf:NAME[:CONFIG][:SPLIT].",
+            show_default=False,
+        ),
+    ] = None,
+    out: Annotated[Path | None, Option(help="Folder to make.")] = None,
+    tokenizer: Annotated[
+        str,
+        Option(
+            help="byte; bpe:VOCAB, trained on the training documents; or the path of a "
+            "tokenizer.json or of another dataset."
+        ),
+    ] = "byte",
+    valid: Annotated[
+        list[str] | None, Option(help="A source of validation text; may be given again.")
+    ] = None,
+    valid_fraction: Annotated[
+        float, Option(help="Without --valid: the share of documents for validation.")
+    ] = 0.05,
+    seed: Annotated[int, Option(min=0, help="Of the choice of validation documents.")] = 0,
+    text_field: TextField = "text",
+    end_of_text: Annotated[
+        str | None, Option(help="The token of a tokenizer.json that ends documents.")
+    ] = None,
+    force: Annotated[bool, Option("--force", help="Replace a dataset in --out.")] = False,
+    check: Annotated[
+        Path | None, Option(help="Make nothing: compare this dataset with its checksums.")
+    ] = None,
+) -> None:
+    """Make a dataset: text to tokens, packed, split into training and validation.
+
+    Documents are joined by an end-of-text token. --out appears when it is complete, not before.
+
+    Example: mosar prepare stdlib --out data/stdlib --tokenizer bpe:4096
+
+    Example: mosar prepare book.txt articles.jsonl.gz --valid held_out.jsonl --out data/mine
+
+    Example: mosar prepare hf:wikitext:wikitext-103-raw-v1 --tokenizer bpe:16384 --out data/wiki
+
+    Example: mosar prepare --check data/stdlib
+    """
+    from mosar.data import prepare as preparation
+
+    if check is not None:
+        if sources or out is not None:
+            raise ValueError("--check takes no sources and no --out: it checks a dataset")
+        manifest = preparation.check_dataset(check, progress=True)
+        print(preparation.show_dataset(manifest, check))
+        print("every file is as it was prepared")
+        return
+    if out is None:
+        raise ValueError("--out is missing: the folder to make")
+    manifest = preparation.prepare(
+        sources or ("stdlib",),
+        out,
+        tokenizer=tokenizer,
+        valid=valid or (),
+        valid_fraction=valid_fraction,
+        seed=seed,
+        text_field=text_field,
+        end_of_text=end_of_text,
+        force=force,
+        progress=True,
+    )
+    for note in preparation.notes(manifest):
+        print(f"note: {note}", file=sys.stderr)
+    print(preparation.show_dataset(manifest, out))
+    folder = shlex.quote(str(out))
+    print(f"next: mosar train --variant mosar --preset quick --data {folder} --out runs/mosar")

@@ -1,0 +1,104 @@
+"""`mosar reproduce`: the paper's comparison, from data to report."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from typer import Option
+
+from mosar.cli.app import command
+from mosar.cli.options import (
+    VARIANTS,
+    Changes,
+    Lengths,
+    PredictedTokens,
+    Preset,
+    Progress,
+    Threads,
+    listed,
+    use_threads,
+)
+from mosar.errors import TrainingError, TrainingInterrupted
+
+_TOKENIZER = "bpe:4096"
+
+
+@command("reproduce", stopped="stopped; the same command goes on")
+def reproduce(
+    out: Annotated[
+        Path, Option(help="The experiment folder; one that holds this experiment goes on.")
+    ],
+    preset: Preset = "quick",
+    variants: Annotated[
+        str | None, Option(help=f"Some of {VARIANTS}; by default the paper's.")
+    ] = None,
+    seeds: Annotated[int, Option(min=1, help="How many seeds, from 0 on.")] = 1,
+    data: Annotated[
+        Path | None,
+        Option(
+            help="A dataset of mosar prepare; by default data/stdlib, which is made from Python's "
+            "standard library where it is missing. A task needs none."
+        ),
+    ] = None,
+    grid: Annotated[
+        str | None,
+        Option(
+            metavar="KEY=VALUE,VALUE",
+            help="Repeat along one axis, like attention.barrier=4,6,8. Keys: docs/training.md.",
+        ),
+    ] = None,
+    changes: Changes = None,
+    lengths: Lengths = "1x,2x,4x",
+    eval_tokens: PredictedTokens = None,
+    threads: Threads = None,
+    progress: Progress = True,
+) -> None:
+    """Run the paper's comparison: train the variants, evaluate them, make the report.
+
+    Each variant and seed is a cell. A finished cell is not run again, an interrupted one goes on
+    where it stopped, a failed one is reported and the others go on. Ctrl-C saves first; the same
+    command goes on. More variants or seeds may be added to a folder later.
+
+    Example: mosar reproduce --preset quick --out runs/quick
+
+    Example: mosar reproduce --preset small --data data/wiki --variants rope,mosar --seeds 3
+    --out runs/small
+
+    Example: mosar reproduce --variants mosar --grid attention.barrier=4,6,8 --out runs/barrier
+    """
+    from mosar.data.config import DataConfig
+    from mosar.data.prepare import prepare
+    from mosar.experiments.run import run_experiment
+    from mosar.experiments.settings import Axis, ExperimentSettings
+    from mosar.experiments.work import count_cells
+    from mosar.geometries import PAPER_VARIANTS
+
+    use_threads(threads)
+    default = Path(DataConfig().folder)
+    settings = ExperimentSettings(
+        preset=preset or "quick",
+        variants=PAPER_VARIANTS if variants is None else listed(variants),
+        seeds=seeds,
+        data=default if data is None else data,
+        grid=None if grid is None else Axis.parse(grid),
+        changes=tuple(changes or ()),
+        lengths=listed(lengths),
+        eval_tokens=eval_tokens,
+    )
+    if data is None and settings.reads_text and not default.exists():
+        print(f"mosar: preparing {default} from Python's standard library", file=sys.stderr)
+        prepare(["stdlib"], default, tokenizer=_TOKENIZER, progress=progress)
+    try:
+        result = run_experiment(settings, out, progress=progress)
+    except TrainingInterrupted as error:
+        saved = "stopped and saved; the same command goes on"
+        raise TrainingInterrupted(saved, error.signal_number) from None
+    if result.finished:
+        from mosar.cli.report import report_experiment
+
+        report_experiment(out)
+    if result.failed:
+        first, why = next(iter(result.failed.items()))
+        raise TrainingError(f"{count_cells(len(result.failed))} failed; {first}: {why}")

@@ -1,0 +1,148 @@
+"""`mosar retrofit`: routers for a pretrained model."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from typer import Argument, Option
+
+from mosar.cli.app import command
+from mosar.cli.options import Geometry, Progress, TextField, Threads, load_geometry, use_threads
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from mosar.integrations.retrofit.config import RetrofitSettings
+
+
+@command("retrofit")
+def retrofit(
+    model: Annotated[
+        str,
+        Argument(
+            help="A causal model of transformers: a folder, a GGUF file or a name on the hub.",
+            show_default=False,
+        ),
+    ],
+    out: Annotated[Path, Option(help="The run folder; an existing run is resumed.")],
+    data: Annotated[
+        list[str] | None,
+        Option(
+            help="Text as mosar prepare takes it, or a dataset it made with the model's tokenizer; "
+            "may be given again. By default stdlib."
+        ),
+    ] = None,
+    target_density: Annotated[
+        float | None,
+        Option(help="The share of pairs that sparse routing should read; by default 0.25."),
+    ] = None,
+    length: Annotated[
+        int | None,
+        Option(
+            help="Tokens of a window; by default 4096, or the model's context if that is shorter."
+        ),
+    ] = None,
+    steps: Annotated[int | None, Option(help="Windows to learn from; by default 20.")] = None,
+    config: Geometry = None,
+    changes: Annotated[
+        list[str] | None,
+        Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="A change like updates=4; may be given again. Keys: docs/retrofit.md.",
+        ),
+    ] = None,
+    start_from: Annotated[
+        Path | None,
+        Option(
+            help="Another run to begin with the routers of: for another density, fewer steps do."
+        ),
+    ] = None,
+    text_field: TextField = "text",
+    evaluate: Annotated[bool, Option(help="Afterwards: perplexity, prefill, cache.")] = True,
+    threads: Threads = None,
+    progress: Progress = True,
+) -> None:
+    """Give a pretrained model routers: train them alone, the model stays as it is.
+
+    The routers learn from the model's own attention, layer by layer. --out gets an adapter of a few
+    MB that mosar evaluate and mosar generate take. Ctrl-C saves first; the same command goes on.
+
+    Example: mosar retrofit HuggingFaceTB/SmolLM2-135M --data articles.jsonl.gz --out runs/smollm2
+
+    Example: mosar retrofit model.gguf --data book.txt --out runs/mine --target-density 0.1
+
+    Example: mosar retrofit models/mine --out runs/try --length 1024 --steps 10 --no-evaluate
+    """
+    geometry = None if config is None else load_geometry(config)
+    from mosar.cli.report import report_retrofit
+    from mosar.core.config import MoSARConfig
+    from mosar.integrations.retrofit.adapter import read_description
+    from mosar.integrations.retrofit.attach import default_config
+    from mosar.integrations.retrofit.attach import retrofit as attach
+    from mosar.integrations.retrofit.base_model import BaseIdentity, load_base
+    from mosar.integrations.retrofit.config import changed_settings
+    from mosar.integrations.retrofit.evaluate import ROUTINGS
+    from mosar.integrations.retrofit.evaluator import ROUNDS, Evaluator
+    from mosar.integrations.retrofit.train import train_retrofit
+    from mosar.integrations.retrofit.windows import read_windows
+
+    use_threads(threads)
+    given = {"target_density": target_density, "length": length, "steps": steps}
+    named = changed_settings({n: v for n, v in given.items() if v is not None}, changes or ())
+    sources = data or ["stdlib"]
+    base_model, tokenizer = load_base(model)
+    settings = _settings_for(base_model, named)
+    identity = BaseIdentity.of(base_model, _absolute(model))
+    windows = read_windows(
+        sources,
+        tokenizer,
+        settings.length,
+        train=settings.steps,
+        valid=settings.valid_windows,
+        text_field=text_field,
+    )
+    if geometry is None and start_from is not None:
+        geometry = MoSARConfig.from_dict(read_description(start_from)["geometry"])
+    attached = attach(base_model, geometry or default_config(base_model))
+    result = train_retrofit(
+        attached,
+        windows,
+        settings,
+        out,
+        base=identity,
+        start_from=start_from,
+        notes={"data": [_absolute(source) for source in sources], "text_field": text_field},
+        progress=progress,
+    )
+    print(
+        f"{out}: density {result.density:.3f} (target {settings.target_density:g}) and "
+        f"{100 * result.lost:.1f} % of the attention lost at {settings.length} tokens"
+    )
+    if evaluate:
+        evaluator = Evaluator(attached, out, windows.valid, [settings.length - 1], progress)
+        evaluator.routings(ROUTINGS)
+        evaluator.speed(ROUNDS)
+        report_retrofit(out)
+
+
+def _settings_for(model: PreTrainedModel, named: dict[str, Any]) -> RetrofitSettings:
+    """The settings that are named; windows are by default no longer than the model's context."""
+    from mosar.integrations.retrofit.base_model import check_length, context_length
+    from mosar.integrations.retrofit.config import RetrofitSettings
+
+    most = context_length(model)
+    if "length" in named or most is None or most >= RetrofitSettings.length:
+        settings = RetrofitSettings(**named)
+        check_length(model, settings.length)
+        return settings
+    print(f"windows of {most} tokens: the base model reads no more", file=sys.stderr)
+    return RetrofitSettings(**named, length=most)
+
+
+def _absolute(source: str) -> str:
+    """A path that holds from anywhere; a name on the hub stays what it is."""
+    path = Path(source)
+    return str(path.absolute()) if path.exists() else source

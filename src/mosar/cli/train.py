@@ -1,0 +1,90 @@
+"""`mosar train`: a new run, or more steps of one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from typer import Option
+
+from mosar.cli.app import command
+from mosar.cli.options import Changes, Dataset, Preset, Progress, Threads, Variant, use_threads
+from mosar.errors import TrainingError
+
+if TYPE_CHECKING:
+    from mosar.training.config import RunConfig
+
+VARIANT, PRESET = "mosar", "quick"
+
+
+@command("train")
+def train(
+    out: Annotated[Path, Option(help="The run folder; an existing run is resumed.")],
+    variant: Variant = None,
+    preset: Preset = None,
+    data: Dataset = None,
+    changes: Changes = None,
+    threads: Threads = None,
+    resume: Annotated[
+        bool, Option(help="With --no-resume, a folder that holds a run is refused.")
+    ] = True,
+    progress: Progress = True,
+) -> None:
+    """Train a variant, or go on with the run in --out, bit for bit as if it had never stopped.
+
+    Ctrl-C saves first. With neither --variant nor --preset, a run that is there goes on as it was
+    configured; where there is none, --variant (mosar), --preset (quick) or --data starts a new one.
+
+    Example: mosar train --variant mosar --preset quick --data data/stdlib --out runs/mosar
+
+    Example: mosar train --out runs/mosar
+
+    Example: mosar train --variant rope --preset smoke --out runs/try --set train.steps=60
+    """
+    from mosar.training import loop
+    from mosar.training.distributed.environment import launched
+
+    use_threads(threads)
+    config = choose_config(out, variant, preset, data, changes or [])
+    result = loop.train(config, out, progress=progress, resume=resume)
+    if launched()[0]:
+        # Of several processes the first one speaks.
+        return
+    # Where a loss is so high that its perplexity overflows, there is nothing to be learnt from it.
+    perplexity = math.exp(min(result.valid_loss, 700))
+    print(
+        f"{out}: {config.variant or config.attention.geometry}, step {result.step}, "
+        f"loss {result.loss:.4f}, validation loss {result.valid_loss:.4f} "
+        f"(perplexity {perplexity:.2f})"
+    )
+
+
+def choose_config(
+    out: Path, variant: str | None, preset: str | None, data: Path | None, changes: Sequence[str]
+) -> RunConfig:
+    """The configuration that the options ask for; without any, that of the run in `out`.
+
+    A TrainingError where nothing is asked for and there is no run: a mistyped folder.
+    """
+    from mosar.data.config import DataConfig
+    from mosar.training.config import changed_config, resolve_config
+    from mosar.training.distributed.environment import launched
+    from mosar.training.run_folder import has_run, read_config
+
+    # Absolute: the run may be gone on with from another folder.
+    if has_run(out) and variant is None and preset is None:
+        moved = [] if data is None else [f"data.folder={data.absolute()}"]
+        return changed_config(read_config(out), [*moved, *changes])
+    if variant is None and preset is None and data is None:
+        error = TrainingError(
+            f"there is no run in {out} to go on with; a new one is started with --variant, "
+            f"--preset or --data: mosar train --variant {VARIANT} --preset {PRESET} --out {out}"
+        )
+        error.reported_by_peer = launched()[0] > 0
+        raise error
+    folder = Path(DataConfig().folder if data is None else data).absolute()
+    return resolve_config(
+        variant=variant or VARIANT, preset=preset or PRESET, data=folder, changes=changes
+    )
