@@ -10,16 +10,16 @@ Gr routing groups (a divisor of Hkv). Query head h reads key/value head h // (Hq
 from __future__ import annotations
 
 import math
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from mosar.core.bias import Bias, DistanceBias, MixtureBias, routed_bias
 from mosar.core.config import MoSARConfig, check_config
 from mosar.core.inputs import DTYPES, NotANumber, check_attention_inputs
 from mosar.core.layout import Layout, can_check_values
-from mosar.core.reference_attention import reference_distance_attention, reference_mosar_attention
-from mosar.core.routers import top1_routing
 
 Routing = Literal["soft", "top1", "sparse"]
 ROUTINGS = ("soft", "top1", "sparse")
@@ -90,25 +90,60 @@ def mosar_attention(
         segment_ids=segment_ids,
     )
     _check_routing_probabilities(q, k, pi_q, pi_k, config)
-    impl = _choose_implementation(impl, q, k)
-    options = {"scale": scale, "softcap": softcap}
-    if impl == "reference":
-        result = reference_mosar_attention(
-            q, k, v, pi_q, pi_k, config, layout, routing=routing, **options
-        )
-        output, lse = result.output, result.lse
-    else:
-        kernels = _kernels(impl)
-        by_plan = routing == "top1" and impl == "triton"
-        if routing == "sparse" or by_plan:
-            labels_q, labels_k = pi_q.detach().argmax(dim=-1), pi_k.detach().argmax(dim=-1)
-            attend = getattr(kernels, f"{routing}_attention")
-            output, lse = attend(q, k, v, labels_q, labels_k, config, layout, **options)
-        else:
-            if routing == "top1":
-                pi_q, pi_k = top1_routing(pi_q), top1_routing(pi_k)
-            output, lse = kernels.worth_attention(q, k, v, pi_q, pi_k, config, layout, **options)
+    bias = routed_bias(pi_q, pi_k, config, routing)
+    return _attend(q, k, v, layout, bias, scale, softcap, return_lse, impl)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Bias,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    return_lse: bool = False,
+    impl: str = "auto",
+    **placement: Tensor | float | None,
+) -> Any:
+    """The same with a bias that was made elsewhere, and is taken as it is."""
+    layout = check_attention_inputs(q, k, v, scale=scale, softcap=softcap, dropout=0.0, **placement)
+    if isinstance(bias, MixtureBias):
+        _check_routing_probabilities(q, k, bias.query, bias.key, bias.config)
+    return _attend(q, k, v, layout, bias, scale, softcap, return_lse, impl)
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: Layout,
+    bias: Bias,
+    scale: float | None,
+    softcap: float | None,
+    return_lse: bool,
+    impl: str,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """By the implementation that serves, which is told a scale and groups whatever was given."""
+    backend = _backend(_choose_implementation(impl, q, k, _learned(bias)))
+    output, lse = backend.attend(
+        q,
+        k,
+        v,
+        layout,
+        bias,
+        scale=1 / math.sqrt(q.shape[-1]) if scale is None else float(scale),
+        softcap=None if softcap is None else float(softcap),
+    )
     return (output, lse) if return_lse else output
+
+
+def _learned(bias: Bias) -> list[str]:
+    """The tables that a gradient must reach."""
+    if not isinstance(bias, DistanceBias) or not torch.is_grad_enabled():
+        return []
+    tables = (("log_gate", bias.log_gate), ("slopes", bias.slopes))
+    return [name for name, table in tables if table is not None and table.requires_grad]
 
 
 def distance_attention(
@@ -151,19 +186,8 @@ def distance_attention(
         segment_ids=segment_ids,
     )
     _check_distance_bias(q, layout, log_gate, log_gate_extends, slopes)
-    learned = [
-        name
-        for name, bias in (("log_gate", log_gate), ("slopes", slopes))
-        if bias is not None and bias.requires_grad and torch.is_grad_enabled()
-    ]
-    impl = _choose_implementation(impl, q, k, learned)
-    attend = (
-        reference_distance_attention if impl == "reference" else _kernels(impl).distance_attention
-    )
-    output, lse = attend(
-        q, k, v, layout, log_gate=log_gate, slopes=slopes, scale=scale, softcap=softcap
-    )
-    return (output, lse) if return_lse else output
+    bias = DistanceBias(log_gate, slopes)
+    return _attend(q, k, v, layout, bias, scale, softcap, return_lse, impl)
 
 
 def _check_routing_probabilities(
@@ -273,9 +297,7 @@ def _check_distance_bias(
 _FEW_PAIRS = 512 * 512
 
 
-def _choose_implementation(
-    impl: str, q: Tensor, k: Tensor, learned: list[str] | None = None
-) -> str:
+def _choose_implementation(impl: str, q: Tensor, k: Tensor, learned: Sequence[str] = ()) -> str:
     """The implementation that serves; "auto" chooses, a named one that cannot serve is refused."""
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl must be one of {IMPLEMENTATIONS}, got {impl!r}")
@@ -318,7 +340,7 @@ def _native_obstacle() -> str | None:
     return native_obstacle()
 
 
-def _triton_obstacle(q: Tensor, learned: list[str] | None) -> str | None:
+def _triton_obstacle(q: Tensor, learned: Sequence[str]) -> str | None:
     """Why the GPU kernels cannot serve; None where they can."""
     if learned:
         return f"it gives no gradient to {' and '.join(learned)}"
@@ -327,16 +349,14 @@ def _triton_obstacle(q: Tensor, learned: list[str] | None) -> str | None:
     return obstacle(q)
 
 
-def _kernels(impl: str):
-    """The module of an implementation, imported when it is first used."""
+def _backend(impl: str) -> Any:
+    """The module of an implementation, imported when it is first used; each has an `attend`."""
     if impl == "native":
-        from mosar.kernels import native
-
-        return native
-    if impl == "triton":
-        from mosar.kernels.triton import callers
-
-        return callers
-    from mosar.kernels import tiled
-
-    return tiled
+        from mosar.kernels import native as backend
+    elif impl == "triton":
+        from mosar.kernels.triton import callers as backend
+    elif impl == "tiled":
+        from mosar.kernels import tiled as backend
+    else:
+        from mosar.core import reference_attention as backend
+    return backend

@@ -26,21 +26,17 @@ from mosar import (
     forced_routing,
     mosar_attention,
 )
+from mosar.core.bias import routed_bias
 from mosar.core.layout import resolve_layout
-from mosar.core.reference_attention import reference_mosar_attention
+from mosar.core.reference_attention import attend_routed
 
 
 def everything(case, routing):
     """All that the reference computes for a case."""
     layout = resolve_layout(case.batch, case.num_queries, case.num_keys, **case.placement)
-    return reference_mosar_attention(
-        *case.inputs,
-        case.config,
-        layout,
-        routing=routing,
-        scale=case.scale,
-        softcap=case.softcap,
-    )
+    bias = routed_bias(case.pi_q, case.pi_k, case.config, routing)
+    heads = (case.q, case.k, case.v)
+    return attend_routed(*heads, layout, bias, scale=case.scale, softcap=case.softcap)
 
 
 def module_for(case, **options):
@@ -73,9 +69,8 @@ def test_all_global_is_plain_causal_attention(routing, kv_heads, heads_per_kv):
     case = Case(kv_heads=kv_heads, heads_per_kv=heads_per_kv, batch=2, num_queries=40, num_keys=40)
     pi = forced_routing(case.config, "G", 2, 40, dtype=torch.float64)
     layout = resolve_layout(2, 40, 40)
-    result = reference_mosar_attention(
-        case.q, case.k, case.v, pi, pi, case.config, layout, routing=routing
-    )
+    bias = routed_bias(pi, pi, case.config, routing)
+    result = attend_routed(case.q, case.k, case.v, layout, bias)
     plain = F.scaled_dot_product_attention(case.q, case.k, case.v, is_causal=True, enable_gqa=True)
     assert torch.equal(result.bias, torch.zeros_like(result.bias))
     assert torch.equal(result.worth, torch.ones_like(result.worth))

@@ -7,10 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mosar.core.bias import routed_bias
 from mosar.core.config import MoSARConfig
 from mosar.core.layout import resolve_layout
 from mosar.core.outputs import RouterOutput
-from mosar.core.reference_attention import reference_mosar_attention
+from mosar.core.reference_attention import attend_routed
 from mosar.evaluation.discarded_mass import MassTally, discarded_mass, watching
 from mosar.geometries import VARIANTS, HeadShape, LayerRouting, MoSAR
 
@@ -59,8 +60,8 @@ def test_going_sparse_costs_twice_the_discarded_mass(
     layout = resolve_layout(2, length, length, segment_ids=segments)
     one_hot = [torch.nn.functional.one_hot(r.labels, 3).double() for r in routed]
     top1, sparse = (
-        reference_mosar_attention(
-            q, k, v, *one_hot, config, layout, routing=routing, scale=0.5, softcap=softcap
+        attend_routed(
+            *(q, k, v, layout, routed_bias(*one_hot, config, routing)), scale=0.5, softcap=softcap
         ).attention
         for routing in ("top1", "sparse")
     )

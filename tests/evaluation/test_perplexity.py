@@ -66,24 +66,23 @@ def test_every_routing_is_the_dense_definition(scattered, monkeypatch, changes):
 def test_sparse_really_runs_the_sparse_kernel(scattered, monkeypatch):
     made = scattered()
     calls = []
-    kernels = attention_module._kernels(
+    kernels = attention_module._backend(
         attention_module._choose_implementation(
             "auto", torch.zeros(1, 1, 2048, 8), torch.zeros(1, 1, 2048, 8)
         )
     )
-    for name in ("sparse_attention", "worth_attention"):
-        real = getattr(kernels, name)
-        monkeypatch.setattr(
-            kernels,
-            name,
-            lambda *a, _real=real, _name=name, **k: calls.append(_name) or _real(*a, **k),
-        )
+    real = kernels.attend
+    monkeypatch.setattr(
+        kernels,
+        "attend",
+        lambda *a, **k: calls.append(a[4].ends_at_reach) or real(*a, **k),
+    )
     if not kernels.__name__.endswith("native"):
         # Without a compiler, short contexts would take the reference.
         monkeypatch.setattr(attention_module, "_FEW_PAIRS", 0)
     monkeypatch.setattr(perplexity, "HARD", ())
     layers, passes = 2, 1 + 1
-    for routing, expected in (("sparse", "sparse_attention"), ("top1", "worth_attention")):
+    for routing, expected in (("sparse", True), ("top1", False)):
         calls.clear()
         measure(made, 256, (routing,))
         assert calls == [expected] * layers * passes

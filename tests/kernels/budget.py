@@ -26,8 +26,9 @@ from torch import Tensor
 
 from cases import DISTANCE_BIASES, ROUTINGS, Case
 from mosar import distance_attention, mosar_attention
+from mosar.core.bias import routed_bias
 from mosar.core.layout import resolve_layout
-from mosar.core.reference_attention import reference_mosar_attention
+from mosar.core.reference_attention import attend_routed
 from mosar.kernels import native
 
 # "planned" is "native" without its short cut for sparse routing of few keys.
@@ -116,7 +117,7 @@ def pairs(case: Case, kind: str, pi_q: Tensor, pi_k: Tensor) -> tuple[Tensor, Te
     layout = resolve_layout(case.batch, case.num_queries, case.num_keys, **case.placement)
     if kind in ROUTINGS:
         zeros = [torch.zeros_like(tensor, dtype=pi_q.dtype) for tensor in (case.q, case.k, case.v)]
-        routed = reference_mosar_attention(*zeros, pi_q, pi_k, case.config, layout, routing=kind)
+        routed = attend_routed(*zeros, layout, routed_bias(pi_q, pi_k, case.config, kind))
         bias = routed.bias.repeat_interleave(case.num_heads // routed.bias.shape[1], dim=1)
         return bias, routed.attention > 0
     distances = layout.distances().clamp_min(0)

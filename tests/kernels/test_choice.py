@@ -7,11 +7,11 @@ import mosar.attention
 from cases import DISTANCE_BIASES, ROUTINGS, Case
 from kernels.budget import distance_bias
 from mosar import distance_attention, mosar_attention
+from mosar.core import reference_attention
 from mosar.kernels import native, tiled
 
 CASE = Case(dtype=torch.float32, batch=2, kv_heads=2, heads_per_kv=2)
 LARGE = {"num_queries": 600, "num_keys": 600, "batch": 1, "head_dim": 1, "heads_per_kv": 1}
-OPERATORS = ("sparse_attention", "worth_attention", "distance_attention")
 
 
 @pytest.fixture
@@ -19,20 +19,14 @@ def served(monkeypatch):
     """The implementations that were called, in order."""
     calls = []
 
-    def spy(owner, name, label):
-        function = getattr(owner, name)
+    def spy(module, label):
+        attend = module.attend
+        monkeypatch.setattr(
+            module, "attend", lambda *args, **kwargs: calls.append(label) or attend(*args, **kwargs)
+        )
 
-        def spying(*args, **kwargs):
-            calls.append(label)
-            return function(*args, **kwargs)
-
-        monkeypatch.setattr(owner, name, spying)
-
-    for module, label in ((native, "native"), (tiled, "tiled")):
-        for name in OPERATORS:
-            spy(module, name, label)
-    for name in ("reference_mosar_attention", "reference_distance_attention"):
-        spy(mosar.attention, name, "reference")
+    for module in (native, tiled, reference_attention):
+        spy(module, module.__name__.rpartition(".")[2].removesuffix("_attention"))
     return calls
 
 

@@ -11,7 +11,7 @@ import math
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from numbers import Integral, Real
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 Composition = Literal["mean", "min", "max"]
 COMPOSITIONS = ("mean", "min", "max")
@@ -65,6 +65,15 @@ class Regime:
         # Plain numbers, so that a configuration made from numpy's goes to JSON too.
         object.__setattr__(self, "reach", float(self.reach))
         object.__setattr__(self, "plateau", float(self.plateau))
+
+
+class Gate(NamedTuple):
+    """How a gate falls after the plateau: what kernels are told besides plateau and transition."""
+
+    barrier: float
+    """B: the gate's floor is e^-B."""
+    exponent: float
+    """p: how the decay sets in."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,6 +164,11 @@ class MoSARConfig:
     def num_regimes(self) -> int:
         """R."""
         return len(self.regimes)
+
+    @property
+    def gate(self) -> Gate:
+        """How its gates fall."""
+        return Gate(self.barrier, self.exponent)
 
     @property
     def global_index(self) -> int:

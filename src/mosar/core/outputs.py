@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import torch.nn.functional as F
 from torch import Tensor
+
+from mosar.core.bias import LabelBias, MixtureBias, routed_bias
+from mosar.core.config import MoSARConfig
 
 
 @dataclass(frozen=True)
@@ -20,6 +25,37 @@ class RouterOutput:
     def labels(self) -> Tensor:
         """The top-1 regime of each token, from the logits, lowest index on ties."""
         return self.logits.argmax(dim=-1)
+
+    @property
+    def one_hot(self) -> Tensor:
+        """The top-1 regime as a probability of 1; no gradient."""
+        return F.one_hot(self.labels, self.logits.shape[-1]).to(self.probabilities.dtype)
+
+    @property
+    def straight_through(self) -> Tensor:
+        """One-hot in value, with the gradient of the probabilities."""
+        return self.one_hot + self.probabilities - self.probabilities.detach()
+
+
+class LayerRouting(NamedTuple):
+    """What the routers of one layer decided for its queries and keys."""
+
+    query: RouterOutput
+    key: RouterOutput
+
+    @property
+    def labels(self) -> tuple[Tensor, Tensor]:
+        """Of queries and of keys, [B, T] and [B, S] or with groups."""
+        return self.query.labels, self.key.labels
+
+    def bias(self, config: MoSARConfig, routing: str) -> LabelBias | MixtureBias:
+        """What the operators add to the scores under `routing`.
+
+        Labels come from the logits: two may differ where their probabilities tie.
+        """
+        if routing == "soft":
+            return routed_bias(self.query.probabilities, self.key.probabilities, config, routing)
+        return routed_bias(self.query.logits, self.key.logits, config, routing)
 
 
 @dataclass(frozen=True)

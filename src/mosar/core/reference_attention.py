@@ -13,47 +13,83 @@ R regimes.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from mosar.core.bias import Bias, DistanceBias, LabelBias, MixtureBias
 from mosar.core.config import MoSARConfig, check_config
 from mosar.core.hard_domain import support_mask
 from mosar.core.inputs import check_attention_inputs, without_autocast
 from mosar.core.layout import Layout
-from mosar.core.outputs import ReferenceAttentionOutput
-from mosar.core.routers import PostPositionRouter, top1_routing
+from mosar.core.outputs import LayerRouting, ReferenceAttentionOutput
+from mosar.core.routers import PostPositionRouter
 from mosar.core.worth_field import WorthField
 
 
-def reference_mosar_attention(
+def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    pi_q: Tensor,
-    pi_k: Tensor,
-    config: MoSARConfig,
     layout: Layout,
+    bias: Bias,
     *,
-    routing: str,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Attention with any bias; returns output and log-sum-exp."""
+    scores: Any = {"scale": scale, "softcap": softcap}
+    if not isinstance(bias, DistanceBias):
+        result = attend_routed(q, k, v, layout, bias, **scores)
+        return result.output, result.lse
+    distances_B1TS = layout.distances()[:, None]
+    admissible_BHTS = layout.exists()[:, None]
+    bias_BHTS = None
+    if bias.log_gate is not None:
+        table = _at_least_float32(bias.log_gate)
+        index = distances_B1TS.clamp(0, table.shape[1] - 1)[:, 0]
+        bias_BHTS = table[:, index].transpose(0, 1)
+        admissible_BHTS = admissible_BHTS & (bias_BHTS > -torch.inf)
+    if bias.slopes is not None:
+        slopes = _at_least_float32(bias.slopes)
+        linear_BHTS = -slopes[:, None, None] * distances_B1TS.clamp_min(0)
+        bias_BHTS = linear_BHTS if bias_BHTS is None else bias_BHTS + linear_BHTS
+    output, lse, _ = dense_attention(
+        *(q, k, v),
+        bias=bias_BHTS,
+        admissible=admissible_BHTS,
+        key_valid=layout.key_valid,
+        **scores,
+    )
+    return output, lse
+
+
+def attend_routed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: Layout,
+    bias: LabelBias | MixtureBias,
+    *,
     scale: float | None = None,
     softcap: float | None = None,
 ) -> ReferenceAttentionOutput:
-    """Routed attention; pi_q [B, T, R] or [B, Gr, T, R], likewise pi_k, already checked."""
-    if pi_q.dim() == 3:
-        pi_q, pi_k = pi_q[:, None], pi_k[:, None]
-    admissible_BGTS = layout.exists()[:, None]
-    if routing != "soft":
-        pi_q, pi_k = top1_routing(pi_q), top1_routing(pi_k)
-    if routing == "sparse":
-        admissible_BGTS = support_mask(pi_q.argmax(dim=-1), pi_k.argmax(dim=-1), config, layout)
-    field = WorthField(config)(pi_q, pi_k, layout.distances()[:, None])
+    """Attention with a routed bias, and everything that is computed on the way."""
+    config, admissible_BGTS = bias.config, layout.exists()[:, None]
+    mixture = bias
+    if isinstance(bias, LabelBias):
+        mixture = bias.mixture(torch.float64 if q.dtype == torch.float64 else torch.float32)
+        if bias.ends_at_reach:
+            admissible_BGTS = support_mask(bias.query, bias.key, config, layout)
+    field = WorthField(config)(mixture.query, mixture.key, layout.distances()[:, None])
     worth_BGTS, bias_BGTS = field.worth, field.bias
     if config.num_sinks:
         sinks_BGTS = layout.sinks(config.num_sinks)[:, None, None, :]
         worth_BGTS = worth_BGTS.masked_fill(sinks_BGTS, 1.0)
         bias_BGTS = bias_BGTS.masked_fill(sinks_BGTS, 0.0)
-    heads_per_group = q.shape[1] // pi_q.shape[1]
+    heads_per_group = q.shape[1] // bias.groups
     output, lse, attention = dense_attention(
         q,
         k,
@@ -69,41 +105,8 @@ def reference_mosar_attention(
     return ReferenceAttentionOutput(output, lse, attention, worth_BGTS, bias_BGTS)
 
 
-def reference_distance_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: Layout,
-    *,
-    log_gate: Tensor | None = None,
-    slopes: Tensor | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Attention whose bias is log_gate[h, d] - slopes[h] d; returns output and log-sum-exp."""
-    distances_B1TS = layout.distances()[:, None]
-    admissible_BHTS = layout.exists()[:, None]
-    bias_BHTS = None
-    if log_gate is not None:
-        index = distances_B1TS.clamp(0, log_gate.shape[1] - 1)[:, 0]
-        bias_BHTS = log_gate.float() if log_gate.dtype.itemsize < 4 else log_gate
-        bias_BHTS = bias_BHTS[:, index].transpose(0, 1)
-        admissible_BHTS = admissible_BHTS & (bias_BHTS > -torch.inf)
-    if slopes is not None:
-        slopes = slopes.float() if slopes.dtype.itemsize < 4 else slopes
-        linear_BHTS = -slopes[:, None, None] * distances_B1TS.clamp_min(0)
-        bias_BHTS = linear_BHTS if bias_BHTS is None else bias_BHTS + linear_BHTS
-    output, lse, _ = dense_attention(
-        q,
-        k,
-        v,
-        bias=bias_BHTS,
-        admissible=admissible_BHTS,
-        key_valid=layout.key_valid,
-        scale=scale,
-        softcap=softcap,
-    )
-    return output, lse
+def _at_least_float32(x: Tensor) -> Tensor:
+    return x.float() if x.dtype.itemsize < 4 else x
 
 
 def dense_attention(
@@ -217,28 +220,6 @@ class MoSARReferenceAttention(nn.Module):
             k = k.masked_fill(~key_valid[:, None, :, None], 0)
         query_routing = self.query_router(q.transpose(1, 2))
         key_routing = self.key_router(k.transpose(1, 2))
-        pi_q, pi_k = query_routing.probabilities, key_routing.probabilities
-        if routing != "soft":
-            # Labels come from the logits: two logits may differ where their probabilities tie.
-            pi_q, pi_k = top1_routing(query_routing.logits), top1_routing(key_routing.logits)
-        result = reference_mosar_attention(
-            q,
-            k,
-            v,
-            pi_q,
-            pi_k,
-            self.config,
-            layout,
-            routing=routing,
-            scale=self.scale,
-            softcap=self.softcap,
-        )
-        return ReferenceAttentionOutput(
-            result.output,
-            result.lse,
-            result.attention,
-            result.worth,
-            result.bias,
-            query_routing,
-            key_routing,
-        )
+        bias = LayerRouting(query_routing, key_routing).bias(self.config, routing)
+        result = attend_routed(q, k, v, layout, bias, scale=self.scale, softcap=self.softcap)
+        return replace(result, query_routing=query_routing, key_routing=key_routing)

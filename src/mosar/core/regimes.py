@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mosar.core.config import MoSARConfig, check_config
+from mosar.core.config import Gate, MoSARConfig, check_config
 
 
 class PairGeometry(NamedTuple):
@@ -91,16 +91,15 @@ def pair_gates(
     distances: Tensor, pairs: PairGeometry, config: MoSARConfig, dtype: torch.dtype
 ) -> Tensor:
     """g_mn(d) of distances of any shape, [..., R, R], evaluated in float64 and rounded once."""
-    gate = falling_gate(distances[..., None, None], pairs.plateau, pairs.transition, config)
+    excess = distances[..., None, None]
+    gate = log_gate(excess, pairs.plateau, pairs.transition, config.gate).exp()
     gate[..., -1, -1] = 1.0
     return gate.to(dtype)
 
 
-def falling_gate(
-    distances: Tensor, plateau: Tensor, transition: Tensor, config: MoSARConfig
-) -> Tensor:
-    """The gate of pairs other than the global one, in float64; all three broadcast."""
+def log_gate(distances: Tensor, plateau: Tensor, transition: Tensor, gate: Gate) -> Tensor:
+    """log g of pairs other than the global one, in float64; the first three broadcast."""
     excess = distances.double().clamp_min(0) - plateau
     step = transition == 0
     progress = torch.where(step, (excess > 0).double(), excess / transition.clamp_min(1e-300))
-    return torch.exp(-config.barrier * progress.clamp(0, 1) ** config.exponent)
+    return -gate.barrier * progress.clamp(0, 1) ** gate.exponent

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mosar.attention import Routing, mosar_attention
-from mosar.core.routers import top1_routing
+from mosar.attention import Routing, attend
 from mosar.geometries import Attended, LayerRouting, MoSAR
 
 # Masses below the least count as it; each bin is 0.1 % wider than the one before.
@@ -29,14 +28,11 @@ def discarded_mass(
     geometry: MoSAR, q: Tensor, k: Tensor, v: Tensor, routed: LayerRouting, options: dict[str, Any]
 ) -> Tensor:
     """[B, H, T] float64, of what `attend` of one layer was given."""
-    pi_q, pi_k = top1_routing(routed.query.logits), top1_routing(routed.key.logits)
     top1, sparse = (
-        mosar_attention(
-            q, k, v, pi_q, pi_k, geometry.config, routing=routing, return_lse=True, **options
-        )[1].double()
+        attend(q, k, v, routed.bias(geometry.config, routing), return_lse=True, **options)[1]
         for routing in ("top1", "sparse")
     )
-    return -torch.expm1((sparse - top1).clamp_max(0.0))
+    return -torch.expm1((sparse.double() - top1.double()).clamp_max(0.0))
 
 
 class MassTally:
@@ -81,10 +77,10 @@ def watching(geometries: list[MoSAR], tallies: list[MassTally]) -> Iterator[None
 
 @contextmanager
 def _watching_one(geometry: MoSAR, tally: MassTally) -> Iterator[None]:
-    attend = geometry.attend
+    attend_layer = geometry.attend
 
     def watched(q: Tensor, k: Tensor, v: Tensor, *, routing: Routing, **options: Any) -> Attended:
-        out, routed = attend(q, k, v, routing=routing, **options)
+        out, routed = attend_layer(q, k, v, routing=routing, **options)
         assert isinstance(routed, LayerRouting)
         options.pop("hidden", None)
         tally.add(discarded_mass(geometry, q, k, v, routed, options))

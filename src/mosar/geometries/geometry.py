@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from mosar.attention import ROUTINGS, Routing, distance_attention
 from mosar.core.config import MoSARConfig
 from mosar.core.hard_domain import build_hard_domain
-from mosar.core.outputs import RouterOutput
+from mosar.core.outputs import LayerRouting
 from mosar.core.positional import positions_in_segments
 from mosar.geometries.config import AttentionConfig
 
@@ -54,18 +54,6 @@ class ParameterPart(NamedTuple):
     """Those among them of matrices that every token is multiplied with."""
     split: Literal["whole", "heads", "keys"]
     """What tensor-parallel ranks hold: all of it, their part, or that of the key heads."""
-
-
-class LayerRouting(NamedTuple):
-    """What the routers of one layer decided for its queries and keys."""
-
-    query: RouterOutput
-    key: RouterOutput
-
-    @property
-    def labels(self) -> tuple[Tensor, Tensor]:
-        """Of queries and of keys, [B, T] and [B, S] or with groups."""
-        return self.query.labels, self.key.labels
 
 
 # The output [B, H, T, D] (the operators' own type is a union), and what the layer tells the

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mosar.attention import Routing, mosar_attention
+from mosar.attention import Routing, attend
+from mosar.core.bias import LabelBias, MixtureBias
 from mosar.core.hard_domain import build_hard_domain
 from mosar.core.losses import normalized_reach_cost
-from mosar.core.routers import PostPositionRouter, top1_routing
+from mosar.core.routers import PostPositionRouter
 from mosar.geometries.config import AttentionConfig
 from mosar.geometries.geometry import Attended, HeadShape, LayerRouting, ParameterPart
 from mosar.geometries.rope import Rope
@@ -107,18 +108,14 @@ class MoSAR(Rope):
             # What a padded slot holds must not reach the router's gradient.
             k = k.masked_fill(~options["key_valid"][:, None, :, None], 0)
         routed = self._route(q, k, hidden)
-        if routing == "soft":
-            pi_q, pi_k = routed.query.probabilities, routed.key.probabilities
-        else:
-            # Labels come from the logits: two may differ where their probabilities tie.
-            pi_q, pi_k = top1_routing(routed.query.logits), top1_routing(routed.key.logits)
-        return self.attend_routed(q, k, v, pi_q, pi_k, routing=routing, **options), routed
+        bias = routed.bias(self.config, routing)
+        return self.attend_routed(q, k, v, bias, **options), routed
 
     def attend_routed(
-        self, q: Tensor, k: Tensor, v: Tensor, pi_q: Tensor, pi_k: Tensor, **options: Any
+        self, q: Tensor, k: Tensor, v: Tensor, bias: LabelBias | MixtureBias, **options: Any
     ) -> Any:
         """Attention along the routing, [B, H, T, D]."""
-        return mosar_attention(q, k, v, pi_q, pi_k, self.config, **options)
+        return attend(q, k, v, bias, **options)
 
     def attend_cached(
         self,

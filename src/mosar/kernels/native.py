@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 import warnings
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 
-from mosar.core.config import MoSARConfig
+from mosar.core.bias import Bias, DistanceBias, LabelBias
+from mosar.core.config import Gate, MoSARConfig
 from mosar.core.hard_domain import class_reach
 from mosar.core.layout import Layout, is_traced, resolve_layout
 from mosar.core.regimes import pair_geometry
@@ -29,6 +30,8 @@ _TABLE_PAD = 32
 _NEVER = -1e30
 # A plateau that no distance leaves.
 _BOUNDLESS = float(torch.iinfo(torch.int32).max)
+# Where no gate is computed.
+_NO_GATE = Gate(0.0, 2.0)
 # Up to this many keys sparse routing takes the dense pass with hard gates (docs/log.md has the
 # measurement).
 _FEW_KEYS = 384
@@ -65,39 +68,53 @@ def _ordinary_plan(queries: int, keys: int, window: int | None) -> Plan:
         return build_native_plan(dense_plan_input(layout))
 
 
-def sparse_attention(
+def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    labels_q: Tensor,
-    labels_k: Tensor,
-    config: MoSARConfig,
     layout: Layout,
+    bias: Bias,
     *,
-    scale: float | None,
+    scale: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """Only the pairs of the support, labels [B, T] or [B, Gr, T]; output and log-sum-exp."""
-    if has_table(config) and _is_short(labels_k.shape[-1]):
-        # So short a context is nearly full: one dense pass whose gates end at the reach is quicker.
+    """See `mosar.core.bias`; no gradient reaches log_gate or slopes."""
+    run = partial(_run, q, k, v, scale=scale, softcap=softcap or 0.0)
+    if isinstance(bias, DistanceBias):
+        table, slopes = bias.log_gate, bias.slopes
+        if table is not None:
+            table = _padded(table.detach().float() * math.log2(math.e)).clamp_min(_NEVER)
+        if slopes is not None:
+            slopes = (slopes.detach().float() * math.log2(math.e)).contiguous()
+        kind = NONE if table is None and slopes is None else TABLE
+        return run(_dense_plan(layout), kind=kind, table=table, slopes=slopes)
+    config, groups, tabled = bias.config, bias.groups, has_table(bias.config)
+    gates, epsilon = _gates, config.epsilon
+    if isinstance(bias, LabelBias):
+        if bias.ends_at_reach:
+            # So short a context is nearly full: one dense pass whose gates end there is quicker.
+            if not (tabled and _is_short(k.shape[2])):
+                plan = build_native_plan(sparse_plan_input(bias.query, bias.key, config, layout))
+                table = _log_gates(config) if config.exponent != 2 and tabled else None
+                geometry = _geometry(config)
+                options = {"groups": groups, "geometry": geometry, "table": table}
+                return run(plan, kind=GEOMETRY, gate=config.gate, **options)
+            gates, epsilon = _hard_gates, 0.0
         one_hot = _identity(config.num_regimes)
-        pi_q, pi_k = one_hot[labels_q], one_hot[labels_k]
-        return _worth_attention(q, k, v, pi_q, pi_k, config, layout, scale, softcap, hard=True)
-    plan = build_native_plan(sparse_plan_input(labels_q, labels_k, config, layout))
-    groups = labels_q.shape[1] if labels_q.dim() == 3 else 1
-    return _attend(
-        q,
-        k,
-        v,
-        plan,
-        bias=GEOMETRY,
+        pi_q, pi_k = one_hot[bias.query], one_hot[bias.key]
+    else:
+        pi_q, pi_k = bias.query, bias.key
+    pi_q, pi_k = routing_with_sinks(pi_q, pi_k, config, layout)
+    return run(
+        _dense_plan(layout),
+        kind=WORTH,
         groups=groups,
-        geometry=_geometry(config),
-        table=_log_gates(config) if config.exponent != 2 and has_table(config) else None,
-        barrier=config.barrier,
-        exponent=config.exponent,
-        scale=scale,
-        softcap=softcap,
+        pi_q=pi_q,
+        pi_k=pi_k,
+        table=gates(config) if tabled else None,
+        geometry=None if tabled else _geometry(config),
+        gate=config.gate,
+        epsilon=epsilon,
     )
 
 
@@ -110,102 +127,22 @@ def _is_short(num_keys: int) -> bool:
     return statically_known_true(num_keys <= _FEW_KEYS)
 
 
-def worth_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pi_q: Tensor,
-    pi_k: Tensor,
-    config: MoSARConfig,
-    layout: Layout,
-    *,
-    scale: float | None,
-    softcap: float | None,
-) -> tuple[Tensor, Tensor]:
-    """All existing pairs with the mixture of gates; one-hot routing gives top-1. With gradients."""
-    return _worth_attention(q, k, v, pi_q, pi_k, config, layout, scale, softcap, hard=False)
-
-
-def _worth_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pi_q: Tensor,
-    pi_k: Tensor,
-    config: MoSARConfig,
-    layout: Layout,
-    scale: float | None,
-    softcap: float | None,
-    hard: bool,
-) -> tuple[Tensor, Tensor]:
-    pi_q, pi_k = routing_with_sinks(pi_q, pi_k, config, layout)
-    return _attend(
-        q,
-        k,
-        v,
-        _dense_plan(layout),
-        bias=WORTH,
-        groups=pi_q.shape[1],
-        pi_q=pi_q,
-        pi_k=pi_k,
-        table=(_hard_gates if hard else _gates)(config) if has_table(config) else None,
-        geometry=None if has_table(config) else _geometry(config),
-        barrier=config.barrier,
-        exponent=config.exponent,
-        epsilon=0.0 if hard else config.epsilon,
-        scale=scale,
-        softcap=softcap,
-    )
-
-
-def distance_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: Layout,
-    *,
-    log_gate: Tensor | None,
-    slopes: Tensor | None,
-    scale: float | None,
-    softcap: float | None,
-) -> tuple[Tensor, Tensor]:
-    """All existing pairs with a bias by distance; no gradient reaches log_gate or slopes."""
-    table = None
-    if log_gate is not None:
-        table = _padded(log_gate.detach().float() * math.log2(math.e)).clamp_min(_NEVER)
-    if slopes is not None:
-        slopes = (slopes.detach().float() * math.log2(math.e)).contiguous()
-    return _attend(
-        q,
-        k,
-        v,
-        _dense_plan(layout),
-        bias=NONE if table is None and slopes is None else TABLE,
-        groups=1,
-        table=table,
-        slopes=slopes,
-        scale=scale,
-        softcap=softcap,
-    )
-
-
-def _attend(
+def _run(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     plan: Plan,
     *,
-    bias: int,
-    groups: int,
-    scale: float | None,
-    softcap: float | None,
+    kind: int,
+    scale: float,
+    softcap: float,
+    groups: int = 1,
     pi_q: Tensor | None = None,
     pi_k: Tensor | None = None,
     geometry: Tensor | None = None,
     table: Tensor | None = None,
     slopes: Tensor | None = None,
-    barrier: float = 0.0,
-    exponent: float = 2.0,
+    gate: Gate = _NO_GATE,
     epsilon: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     def as_float(x: Tensor) -> Tensor:
@@ -230,11 +167,10 @@ def _attend(
         table,
         slopes,
         groups,
-        bias,
-        1 / math.sqrt(q.shape[-1]) if scale is None else float(scale),
-        0.0 if softcap is None else float(softcap),
-        barrier,
-        exponent,
+        kind,
+        scale,
+        softcap,
+        *gate,
         epsilon,
     )
     trains = torch.is_grad_enabled() and any(

@@ -90,8 +90,6 @@ def routing_with_sinks(
 
     Sinks are all in their own column.
     """
-    if pi_q.dim() == 3:
-        pi_q, pi_k = pi_q[:, None], pi_k[:, None]
     pi_q, pi_k = pi_q.float(), pi_k.float()
     if config.num_sinks:
         sinks = layout.sinks(config.num_sinks)[:, None, :, None].expand(*pi_k.shape[:-1], 1)

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from mosar.core.config import MoSARConfig
+from mosar.core.bias import Bias, DistanceBias, LabelBias, MixtureBias
 from mosar.core.hard_domain import class_reach
 from mosar.core.layout import Layout
-from mosar.core.regimes import falling_gate, pair_geometry
+from mosar.core.regimes import log_gate, pair_geometry
 from mosar.kernels.plan import Plan, build_plan, dense_plan_input, sparse_plan_input
 from mosar.kernels.tables import gate_table, has_table
 
@@ -51,21 +51,32 @@ class Tile:
 BiasOfTile = Callable[[Tile], "Tensor | None"]
 
 
-def sparse_attention(
+def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    labels_q: Tensor,
-    labels_k: Tensor,
-    config: MoSARConfig,
     layout: Layout,
+    bias: Bias,
     *,
-    scale: float | None,
+    scale: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """Only the pairs of the support, labels [B, T] or [B, Gr, T]; output and log-sum-exp."""
-    plan = build_plan(sparse_plan_input(labels_q, labels_k, config, layout))
-    geometry = pair_geometry(config)
+    """See `mosar.core.bias`; gradients reach log_gate and slopes, too."""
+    options = {"scale": scale, "softcap": softcap}
+    if isinstance(bias, LabelBias) and bias.ends_at_reach:
+        plan = build_plan(sparse_plan_input(bias.query, bias.key, bias.config, layout))
+        return _attend(q, k, v, plan, bias.groups, _bias_of_labels(bias), **options)
+    plan = build_plan(dense_plan_input(layout))
+    if isinstance(bias, DistanceBias):
+        by_distance = _bias_by_distance(bias, k.shape[1])
+        return _attend(q, k, v, plan, 1, by_distance, bias_by_head=True, **options)
+    if isinstance(bias, LabelBias):
+        bias = bias.mixture(torch.float64 if q.dtype == torch.float64 else torch.float32)
+    return _attend(q, k, v, plan, bias.groups, _bias_of_mixture(bias, layout), **options)
+
+
+def _bias_of_labels(given: LabelBias) -> BiasOfTile:
+    config, geometry = given.config, pair_geometry(given.config)
     boundless = class_reach(config) == math.inf
 
     def bias(tile: Tile) -> Tensor:
@@ -73,33 +84,17 @@ def sparse_attention(
         label, columns = tile.label, tile.classes.clamp_max(config.global_index)
         plateau = geometry.plateau[label].to(columns.device)[columns]
         transition = geometry.transition[label].to(columns.device)[columns]
-        flat = boundless[label].to(columns.device)[tile.classes] | (transition == 0)
-        progress = (tile.distances - plateau) / transition.masked_fill(flat, 1.0)
-        progress = progress.clamp(0, 1).masked_fill(flat, 0.0)
-        return -config.barrier * progress**config.exponent
+        flat = boundless[label].to(columns.device)[tile.classes]
+        return log_gate(tile.distances, plateau, transition, config.gate).masked_fill(flat, 0.0)
 
-    groups = labels_q.shape[1] if labels_q.dim() == 3 else 1
-    return _attend(q, k, v, plan, groups, bias, scale, softcap)
+    return bias
 
 
-def worth_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pi_q: Tensor,
-    pi_k: Tensor,
-    config: MoSARConfig,
-    layout: Layout,
-    *,
-    scale: float | None,
-    softcap: float | None,
-) -> tuple[Tensor, Tensor]:
-    """All existing pairs with the mixture of gates; one-hot routing gives top-1. With gradients."""
-    if pi_q.dim() == 3:
-        pi_q, pi_k = pi_q[:, None], pi_k[:, None]
-    dtype = torch.promote_types(pi_q.dtype, pi_k.dtype)
-    table_RRd = gate_table(config, dtype).to(q.device) if has_table(config) else None
-    pairs = pair_geometry(config, q.device)
+def _bias_of_mixture(given: MixtureBias, layout: Layout) -> BiasOfTile:
+    config, device = given.config, given.query.device
+    dtype = torch.promote_types(given.query.dtype, given.key.dtype)
+    table_RRd = gate_table(config, dtype).to(device) if has_table(config) else None
+    pairs = pair_geometry(config, device)
     sinks_BS = layout.sinks(config.num_sinks) if config.num_sinks else None
 
     def gate(m: int, n: int, distances_TS: Tensor) -> Tensor | float:
@@ -107,15 +102,14 @@ def worth_attention(
             return table_RRd[m, n][distances_TS.clamp(0, table_RRd.shape[-1] - 1)]
         if m == n == config.global_index:
             return 1.0
-        return falling_gate(distances_TS, pairs.plateau[m, n], pairs.transition[m, n], config).to(
-            dtype
-        )
+        plateau, transition = pairs.plateau[m, n], pairs.transition[m, n]
+        return log_gate(distances_TS, plateau, transition, config.gate).exp().to(dtype)
 
     def bias(tile: Tile) -> Tensor:
-        pi_q_BGTR = pi_q[tile.batch, tile.groups, tile.queries]
-        pi_k_BGSR = pi_k[tile.batch, tile.groups, tile.keys]
+        pi_q_BGTR = given.query[tile.batch, tile.groups, tile.queries]
+        pi_k_BGSR = given.key[tile.batch, tile.groups, tile.keys]
         # One regime pair at a time: all pairs' gates at once would be R x R tiles of memory.
-        worth_BGTS = torch.zeros((), dtype=dtype, device=q.device)
+        worth_BGTS = torch.zeros((), dtype=dtype, device=device)
         for m, n in product(range(config.num_regimes), repeat=2):
             mixed_BGTS = pi_q_BGTR[..., :, m, None] * pi_k_BGSR[..., None, :, n]
             worth_BGTS = worth_BGTS + mixed_BGTS * gate(m, n, tile.distances)
@@ -125,38 +119,23 @@ def worth_attention(
             bias_BGTS = bias_BGTS.masked_fill(rows[:, tile.keys][:, None, None, :], 0.0)
         return bias_BGTS
 
-    plan = build_plan(dense_plan_input(layout))
-    return _attend(q, k, v, plan, pi_q.shape[1], bias, scale, softcap)
+    return bias
 
 
-def distance_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: Layout,
-    *,
-    log_gate: Tensor | None,
-    slopes: Tensor | None,
-    scale: float | None,
-    softcap: float | None,
-) -> tuple[Tensor, Tensor]:
-    """All existing pairs with a bias by distance; gradients reach log_gate and slopes."""
-    kv_heads = k.shape[1]
-
+def _bias_by_distance(given: DistanceBias, kv_heads: int) -> BiasOfTile:
     def bias(tile: Tile) -> Tensor | None:
         distances_TS = tile.distances.clamp_min(0)
         total = None
-        if log_gate is not None:
-            total = log_gate[:, distances_TS.clamp_max(log_gate.shape[1] - 1)]
-        if slopes is not None:
-            linear = -slopes[:, None, None] * distances_TS
+        if given.log_gate is not None:
+            total = given.log_gate[:, distances_TS.clamp_max(given.log_gate.shape[1] - 1)]
+        if given.slopes is not None:
+            linear = -given.slopes[:, None, None] * distances_TS
             total = linear if total is None else total + linear
         if total is None or total.shape[0] == 1:
             return total
         return total.unflatten(0, (kv_heads, -1))
 
-    plan = build_plan(dense_plan_input(layout))
-    return _attend(q, k, v, plan, 1, bias, scale, softcap, bias_by_head=True)
+    return bias
 
 
 def _attend(
@@ -166,11 +145,11 @@ def _attend(
     plan: Plan,
     groups: int,
     bias_of: BiasOfTile,
-    scale: float | None,
+    *,
+    scale: float,
     softcap: float | None,
     bias_by_head: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     kv_heads = k.shape[1]
     q_BKJTD = q.unflatten(1, (kv_heads, -1))

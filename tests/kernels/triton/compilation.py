@@ -103,6 +103,7 @@ def record_launches(
     import torch
 
     from mosar import MoSARConfig
+    from mosar.core.bias import DistanceBias, LabelBias, MixtureBias
     from mosar.core.layout import resolve_layout
     from mosar.kernels.triton import blocks, callers, decode, ops, plan
     from mosar.model.cache import RegimeLayerCache
@@ -126,7 +127,6 @@ def record_launches(
     )
     labels = torch.zeros(2, length, dtype=torch.long)
     layout = resolve_layout(2, length, length)
-    options = {"scale": None, "softcap": softcap}
     with (
         mock.patch.object(ops, "wrap_triton", recorder),
         mock.patch.object(decode, "wrap_triton", recorder),
@@ -144,15 +144,13 @@ def record_launches(
             )  # fmt: skip
             return {launch.name: launch for launch in launches}
         if call in ("sparse", "plan"):
-            out, lse = callers.sparse_attention(q, k, v, labels, labels, config, layout, **options)
+            bias = LabelBias(labels[:, None], labels[:, None], config, ends_at_reach=True)
         elif call == "soft":
-            pi = torch.zeros(2, length, num_regimes, requires_grad=True)
-            out, lse = callers.worth_attention(q, k, v, pi, pi, config, layout, **options)
+            pi = torch.zeros(2, 1, length, num_regimes, requires_grad=True)
+            bias = MixtureBias(pi, pi, config)
         else:
-            table, slopes = torch.zeros(1, length), torch.zeros(kv_heads * share)
-            out, lse = callers.distance_attention(
-                q, k, v, layout, log_gate=table, slopes=slopes, **options
-            )
+            bias = DistanceBias(torch.zeros(1, length), torch.zeros(kv_heads * share))
+        out, lse = callers.attend(q, k, v, layout, bias, scale=head_dim**-0.5, softcap=softcap)
         (out.float().sum() + lse.sum()).backward()
     return {launch.name: launch for launch in launches}
 

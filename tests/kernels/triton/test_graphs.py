@@ -10,6 +10,7 @@ from torch._dynamo.backends.common import aot_autograd
 from cases import Case
 from kernels.budget import collect, differentiable, operator, run
 from mosar import MoSARConfig
+from mosar.core.bias import LabelBias, MixtureBias
 from mosar.core.layout import resolve_layout
 from mosar.kernels.triton import callers
 
@@ -40,8 +41,10 @@ def test_compiled_is_what_is_not(kind, backend):
 
 def attend(q, k, v, routing_q, routing_k, kind):
     layout = resolve_layout(1, 40, 40, device="meta")
-    attention = callers.sparse_attention if kind == "sparse" else callers.worth_attention
-    return attention(q, k, v, routing_q, routing_k, CONFIG, layout, scale=None, softcap=None)[0]
+    bias = MixtureBias(routing_q[:, None], routing_k[:, None], CONFIG)
+    if kind == "sparse":
+        bias = LabelBias(routing_q[:, None], routing_k[:, None], CONFIG, ends_at_reach=True)
+    return callers.attend(q, k, v, layout, bias, scale=0.25, softcap=None)[0]
 
 
 @pytest.mark.parametrize("kind", ["sparse", "soft"])

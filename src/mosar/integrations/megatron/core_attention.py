@@ -10,6 +10,7 @@ Shapes: T queries, S keys, B batch, H query heads and K key heads of this rank, 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,12 +26,11 @@ from megatron.core.transformer.utils import (
 )
 from torch import Tensor
 
-from mosar.attention import ROUTINGS, Routing, mosar_attention
+from mosar.attention import ROUTINGS, Routing, attend
 from mosar.core.config import MoSARConfig, check_config
 from mosar.core.layout import can_check_values
 from mosar.core.losses import normalized_reach_cost
-from mosar.core.outputs import RouterOutput
-from mosar.core.routers import top1_routing
+from mosar.core.outputs import LayerRouting, RouterOutput
 from mosar.integrations.megatron.collectives import sum_gradients
 from mosar.integrations.megatron.objective import MoSARObjectiveState
 from mosar.integrations.megatron.parallel_router import ParallelRouter, local_groups, route
@@ -135,31 +135,26 @@ class MoSARCoreAttention(MegatronModule):
             _check_mask(attention_mask, attn_mask_type, len(query), len(key))
         routed_q, routed_k = route(self.query_router, self.key_router, query, key)
         self.last_routing = _detached(routed_q), _detached(routed_k)
+        bias = LayerRouting(routed_q, routed_k).bias(self.mosar, self.routing)
+        of_q, of_k = bias.query, bias.key
         if self.routing == "soft":
-            pi = routed_q.probabilities, routed_k.probabilities
             # Each rank's heads add to the gradient of what all ranks share.
-            pi_q, pi_k = sum_gradients(pi, self.tp_group)
-        else:
-            pi_q, pi_k = top1_routing(routed_q.logits), top1_routing(routed_k.logits)
+            of_q, of_k = sum_gradients((of_q, of_k), self.tp_group)
         if self.mosar.routing_groups > 1:
             groups = local_groups(self.key_router.groups_of_heads)
-            pi_q, pi_k = pi_q[:, groups], pi_k[:, groups]
+            of_q, of_k = of_q[:, groups], of_k[:, groups]
         q_BHTD, k_BKSD, v_BKSD = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        out_BHTD = mosar_attention(
+        out_BHTD = attend(
             q_BHTD,
             k_BKSD,
             v_BKSD,
-            pi_q,
-            pi_k,
-            self.mosar,
-            routing=self.routing,
+            replace(bias, query=of_q, key=of_k),
             scale=self.scale,
             softcap=self.softcap,
             window=self.window,
             segment_ids=segment_ids,
             impl=self.impl,
         )
-        assert isinstance(out_BHTD, Tensor)
         out = out_BHTD.permute(2, 0, 1, 3).flatten(2)
         if self.objective is not None:
             cost = normalized_reach_cost(routed_q.probabilities, routed_k.probabilities, self.mosar)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
+from functools import partial
 
 from torch import Tensor
 
-from mosar.core.config import MoSARConfig
+from mosar.core.bias import Bias, DistanceBias, LabelBias
+from mosar.core.config import Gate
 from mosar.core.layout import Layout
 from mosar.kernels.autograd import GEOMETRY, NONE, TABLE, WORTH
 from mosar.kernels.tables import routing_with_sinks
@@ -21,156 +22,67 @@ from mosar.kernels.triton.plan import (
     sparse_plan,
 )
 
+# Where no gate is computed.
+_NO_GATE = Gate(0.0, 2.0)
 
-def sparse_attention(
+
+def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    labels_q: Tensor,
-    labels_k: Tensor,
-    config: MoSARConfig,
     layout: Layout,
+    bias: Bias,
     *,
-    scale: float | None,
+    scale: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """Only the pairs of the support, labels [B, T] or [B, Gr, T]; output and log-sum-exp."""
-    return _attend_with_gates(
-        q, k, v, labels_q, labels_k, config, layout, scale, softcap, everywhere=False
-    )
+    """See `mosar.core.bias`; no gradient reaches log_gate or slopes.
 
-
-def top1_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    labels_q: Tensor,
-    labels_k: Tensor,
-    config: MoSARConfig,
-    layout: Layout,
-    *,
-    scale: float | None,
-    softcap: float | None,
-) -> tuple[Tensor, Tensor]:
-    """All existing pairs with the gate of their labels, at its floor beyond the reach.
-
-    Sorted as the support is, but with boundless runs: no gate is mixed, and none evaluated on a
-    plateau.
+    Labels that do not end at the reach are sorted like those that do, but with boundless runs: no
+    gate is mixed, and none evaluated on a plateau.
     """
-    return _attend_with_gates(
-        q, k, v, labels_q, labels_k, config, layout, scale, softcap, everywhere=True
-    )
-
-
-def _attend_with_gates(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    labels_q: Tensor,
-    labels_k: Tensor,
-    config: MoSARConfig,
-    layout: Layout,
-    scale: float | None,
-    softcap: float | None,
-    everywhere: bool,
-) -> tuple[Tensor, Tensor]:
+    run = partial(_run, q, k, v, scale=scale, softcap=softcap or 0.0)
+    if isinstance(bias, DistanceBias):
+        table, slopes, level = bias.log_gate, bias.slopes, None
+        if table is not None:
+            table = (table.detach().float() * LOG2E).contiguous()
+            level = level_until(table)
+        if slopes is not None:
+            slopes = (slopes.detach().float() * LOG2E).contiguous()
+        kind = NONE if table is None and slopes is None else TABLE
+        return run(dense_plan(layout), kind=kind, table=table, level_until=level, slopes=slopes)
+    config = bias.config
     whole, falls = plateaus(config, q.device)
-    return _attend(
-        q,
-        k,
-        v,
-        sparse_plan(labels_q, labels_k, config, layout, everywhere=everywhere),
-        bias=GEOMETRY,
-        groups=labels_q.shape[1] if labels_q.dim() == 3 else 1,
-        plateaus=whole,
-        falls=falls,
-        barrier=config.barrier,
-        exponent=config.exponent,
-        scale=scale,
-        softcap=softcap,
-    )
-
-
-def worth_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pi_q: Tensor,
-    pi_k: Tensor,
-    config: MoSARConfig,
-    layout: Layout,
-    *,
-    scale: float | None,
-    softcap: float | None,
-) -> tuple[Tensor, Tensor]:
-    """All existing pairs with the mixture of gates, with gradients."""
-    pi_q, pi_k = routing_with_sinks(pi_q, pi_k, config, layout)
+    routed = {"groups": bias.groups, "gate": config.gate}
+    if isinstance(bias, LabelBias):
+        plan = sparse_plan(bias.query, bias.key, config, layout, everywhere=not bias.ends_at_reach)
+        return run(plan, kind=GEOMETRY, plateaus=whole, falls=falls, **routed)
+    pi_q, pi_k = routing_with_sinks(bias.query, bias.key, config, layout)
     table, level = gates(config, q.device)
-    whole, falls = plateaus(config, q.device)
-    return _attend(
-        q,
-        k,
-        v,
+    return run(
         dense_plan(layout),
-        bias=WORTH,
-        groups=pi_q.shape[1],
+        kind=WORTH,
         pi_q=pi_q,
         pi_k=pi_k,
         plateaus=None if table is not None else whole,
         falls=None if table is not None else falls,
         table=table,
         level_until=level,
-        barrier=config.barrier,
-        exponent=config.exponent,
         epsilon=config.epsilon,
-        scale=scale,
-        softcap=softcap,
+        **routed,
     )
 
 
-def distance_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: Layout,
-    *,
-    log_gate: Tensor | None,
-    slopes: Tensor | None,
-    scale: float | None,
-    softcap: float | None,
-) -> tuple[Tensor, Tensor]:
-    """All existing pairs with a bias by distance; no gradient reaches log_gate or slopes."""
-    level = None
-    if log_gate is not None:
-        log_gate = (log_gate.detach().float() * LOG2E).contiguous()
-        level = level_until(log_gate)
-    if slopes is not None:
-        slopes = (slopes.detach().float() * LOG2E).contiguous()
-    return _attend(
-        q,
-        k,
-        v,
-        dense_plan(layout),
-        bias=NONE if log_gate is None and slopes is None else TABLE,
-        groups=1,
-        table=log_gate,
-        level_until=level,
-        slopes=slopes,
-        scale=scale,
-        softcap=softcap,
-    )
-
-
-def _attend(
+def _run(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     plan: DevicePlan,
     *,
-    bias: int,
-    groups: int,
-    scale: float | None,
-    softcap: float | None,
+    kind: int,
+    scale: float,
+    softcap: float,
+    groups: int = 1,
     pi_q: Tensor | None = None,
     pi_k: Tensor | None = None,
     plateaus: Tensor | None = None,
@@ -178,37 +90,13 @@ def _attend(
     table: Tensor | None = None,
     level_until: Tensor | None = None,
     slopes: Tensor | None = None,
-    barrier: float = 0.0,
-    exponent: float = 2.0,
+    gate: Gate = _NO_GATE,
     epsilon: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     out, lse, _ = ops.attend(
-        q,
-        k,
-        v,
-        pi_q,
-        pi_k,
-        plan.query_order,
-        plan.key_order,
-        plan.query_places,
-        plan.key_places,
-        plan.query_offsets,
-        plan.key_offsets,
-        plan.run_lo,
-        plan.run_hi,
-        plan.run_flat,
-        plateaus,
-        falls,
-        table,
-        level_until,
-        slopes,
-        groups,
-        bias,
-        1 / math.sqrt(q.shape[-1]) if scale is None else float(scale),
-        0.0 if softcap is None else float(softcap),
-        barrier,
-        exponent,
-        epsilon,
-    )
+        *(q, k, v, pi_q, pi_k, *plan),
+        *(plateaus, falls, table, level_until, slopes),
+        *(groups, kind, scale, softcap, *gate, epsilon),
+    )  # pyright: ignore[reportCallIssue]
     return out, lse

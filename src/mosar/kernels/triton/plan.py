@@ -13,7 +13,7 @@ Shapes: P plan rows, T queries, S keys, R labels, C classes; all int32.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import NamedTuple
 
@@ -50,8 +50,7 @@ BLOCK = 1024
 _BLOCKS = 64
 
 
-@dataclass(frozen=True)
-class DevicePlan:
+class DevicePlan(NamedTuple):
     """A plan as the kernels read it; `mosar.kernels.plan.Plan` says what its parts mean."""
 
     query_order: Tensor | None

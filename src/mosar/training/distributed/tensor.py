@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from mosar.core.bias import LabelBias, MixtureBias
 from mosar.core.outputs import RouterOutput
 from mosar.core.routers import PostPositionRouter, router_decision, router_projection
 from mosar.geometries import Attended, Geometry, LayerRouting, MoSAR
@@ -175,12 +176,13 @@ class _SplitMoSAR(MoSAR):
         )
 
     def attend_routed(
-        self, q: Tensor, k: Tensor, v: Tensor, pi_q: Tensor, pi_k: Tensor, **options: Any
+        self, q: Tensor, k: Tensor, v: Tensor, bias: LabelBias | MixtureBias, **options: Any
     ) -> Any:
-        if not self.keeps_groups:
+        if not self.keeps_groups and isinstance(bias, MixtureBias):
             # Each process's heads use the one routing: what they want of it is added up.
-            pi_q, pi_k = copy(self.heads.ranks.group, pi_q, pi_k)
-        return super().attend_routed(q, *self.heads.own_keys(k, v), pi_q, pi_k, **options)
+            query, key = copy(self.heads.ranks.group, bias.query, bias.key)
+            bias = replace(bias, query=query, key=key)
+        return super().attend_routed(q, *self.heads.own_keys(k, v), bias, **options)
 
 
 def _decide(router: PostPositionRouter, hidden_BGTH: Tensor) -> RouterOutput:

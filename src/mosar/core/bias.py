@@ -1,0 +1,89 @@
+"""A bias: what attention adds to the scores, and which pairs it leaves out.
+
+    LabelBias     the gate of each pair's two labels; beyond the reach its floor, or no pair at all
+    MixtureBias   log(pi_Q^T G(d) pi_K)
+    DistanceBias  log_gate[h, d] - slopes[h] d
+
+Every implementation has one function, `attend(q, k, v, layout, bias, *, scale, softcap)`, and
+returns output and log-sum-exp. Routing groups are always an axis here.
+
+Shapes: B batch, Gr routing groups, T queries, S keys, R regimes, H query heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mosar.core.config import MoSARConfig
+
+
+@dataclass(frozen=True)
+class MixtureBias:
+    """Soft routing: the mixture of all gates."""
+
+    query: Tensor
+    """[B, Gr, T, R] probabilities."""
+    key: Tensor
+    """[B, Gr, S, R]."""
+    config: MoSARConfig
+
+    @property
+    def groups(self) -> int:
+        return self.query.shape[1]
+
+
+@dataclass(frozen=True)
+class LabelBias:
+    """One regime per token: top-1 routing, or sparse routing where pairs end at the reach."""
+
+    query: Tensor
+    """[B, Gr, T] labels."""
+    key: Tensor
+    """[B, Gr, S]."""
+    config: MoSARConfig
+    ends_at_reach: bool
+
+    @property
+    def groups(self) -> int:
+        return self.query.shape[1]
+
+    def mixture(self, dtype: torch.dtype) -> MixtureBias:
+        """The same gates as a mixture of one; it does not end at the reach."""
+        query, key = (
+            F.one_hot(labels, self.config.num_regimes).to(dtype)
+            for labels in (self.query, self.key)
+        )
+        return MixtureBias(query, key, self.config)
+
+
+@dataclass(frozen=True)
+class DistanceBias:
+    """A bias by distance, the same for every token; both None: no bias."""
+
+    log_gate: Tensor | None = None
+    """[1 or H, length]; its last entry holds for all farther distances."""
+    slopes: Tensor | None = None
+    """[H]."""
+
+
+Bias = LabelBias | MixtureBias | DistanceBias
+
+
+def routed_bias(
+    query: Tensor, key: Tensor, config: MoSARConfig, routing: str
+) -> LabelBias | MixtureBias:
+    """Of probabilities, or for "top1" and "sparse" of anything whose largest entry is the label.
+
+    query [B, T, R] or [B, Gr, T, R], and key likewise.
+    """
+    if query.dim() == 3:
+        query, key = query[:, None], key[:, None]
+    if routing == "soft":
+        return MixtureBias(query, key, config)
+    # The first of equal entries, a constant without gradient.
+    labels_q, labels_k = (x.detach().argmax(dim=-1) for x in (query, key))
+    return LabelBias(labels_q, labels_k, config, ends_at_reach=routing == "sparse")
