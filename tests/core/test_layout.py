@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cases import Case, arrays, cases
+from cases import arrays, cases
 from core import outsider
 from mosar.core.layout import resolve_layout
 
@@ -63,32 +63,6 @@ def test_by_default_queries_are_the_last_of_the_keys(num_queries, num_keys):
     assert layout.query_positions.tolist() == [list(range(num_keys))[num_keys - num_queries :]]
     causal = torch.ones(num_queries, num_keys, dtype=torch.bool).tril(num_keys - num_queries)
     assert torch.equal(layout.exists()[0], causal)
-
-
-def test_queries_take_the_positions_of_the_last_keys():
-    keys = torch.tensor([[0, 2, 4, 9]], dtype=torch.int32)
-    layout = resolve_layout(1, 2, 4, key_positions=keys)
-    assert layout.query_positions.tolist() == [[4, 9]]
-    assert layout.query_positions.dtype == torch.int64
-
-
-@pytest.mark.parametrize(
-    ("window", "kept"), [(None, 6), (math.inf, 6), (0, 1), (2, 3), (2.9, 3), (100, 6)]
-)
-def test_window_bound_is_inclusive(window, kept):
-    assert int(resolve_layout(1, 1, 6, window=window).exists().sum()) == kept
-
-
-def test_a_window_over_a_gap_reaches_nothing():
-    layout = resolve_layout(1, 1, 2, query_positions=torch.tensor([[10]]), window=3)
-    assert not layout.exists().any()
-    assert layout.max_distance() == -1
-
-
-def test_padded_slots_may_hold_any_position():
-    case = Case(positions="gaps", padding="holes", batch=5, num_keys=9, seed=3)
-    assert case.key_positions.min() < 0
-    assert layout_of(case).exists().any()
 
 
 WRONG = [

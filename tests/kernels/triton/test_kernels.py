@@ -8,10 +8,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cases import DISTANCE_BIASES, FORCED, ROUTINGS, Case, cases
-from kernels.budget import NAMES, assert_within_budget, run
+from cases import DISTANCE_BIASES, ROUTINGS, Case, cases
+from kernels.budget import (
+    NAMES,
+    assert_every_output_is_written,
+    assert_no_second_derivative,
+    assert_padding_does_not_matter,
+    assert_rows_without_keys_are_zero,
+    assert_within_budget,
+    run,
+    strided,
+    transposed,
+    viewed,
+)
 from kernels.test_far import CONFIGS, FarCase
-from kernels.test_paths import GEOMETRIES, TRAITS
+from kernels.test_paths import GEOMETRIES, TRAITS, is_far
 from mosar import MoSARConfig, Regime
 from mosar.kernels.triton import blocks, ops
 
@@ -32,7 +43,6 @@ RICH = MoSARConfig(
 )
 # The interpreter's numpy remarks on log2(0), which a GPU takes as it is meant.
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero")
-routings = pytest.mark.parametrize("kind", ROUTINGS)
 # One path for each kind of bias.
 biases = pytest.mark.parametrize("kind", ("sparse", "soft", "both"))
 
@@ -54,9 +64,23 @@ def test_everything_at_once(kind):
     assert_within_budget(case.with_(num_queries=20, num_keys=29, window=25), kind, impl="triton")
 
 
-@pytest.mark.parametrize("kind", [*ROUTINGS, "none", "log_gate_per_head"])
-def test_plain_call(kind):
-    assert_within_budget(BASE, kind, impl="triton")
+SIZES = {
+    "plain": {},
+    # Heads of a tile fill it, leave rows over, or need two tiles.
+    **{f"{n} heads": {"heads_per_kv": n, "num_queries": 20, "num_keys": 20} for n in (1, 3, 8)},
+    "40 heads": {"heads_per_kv": 40, "num_queries": 4, "num_keys": 4},
+    **{f"dim {n}": {"head_dim": n, "num_queries": 17, "num_keys": 19} for n in (1, 80, 256)},
+    **{f"length {n}": {"num_queries": n, "num_keys": n, "batch": 2} for n in (1, 2, 17)},
+    "half": {"dtype": torch.float16, "softcap": 30.0, "num_queries": 25},
+    **{f"scale {x}": {"scale": x, "num_queries": 10, "num_keys": 25} for x in (-1e4, 1e-30)},
+}
+
+
+@biases
+@pytest.mark.parametrize("size", SIZES)
+def test_sizes(kind, size):
+    conditioned = size in ("length 1", "length 2", "scale -10000.0")
+    assert_within_budget(BASE.with_(**SIZES[size]), kind, impl="triton", conditioned=conditioned)
 
 
 @pytest.mark.parametrize(("kind", "softcap"), [("sparse", None), ("top1", 20.0)])
@@ -65,35 +89,6 @@ def test_whole_blocks_on_plateaus(monkeypatch, kind, softcap):
     monkeypatch.setattr(blocks, "INTERPRETED", blocks.Blocks(32, 4, 4, 1))
     config = MoSARConfig(regimes=(Regime("S", 12, 0.9), Regime("G", 48, 1.0)))
     case = BASE.with_(config=config, heads_per_kv=8, head_dim=4, softcap=softcap)
-    assert_within_budget(case, kind, impl="triton")
-
-
-@pytest.mark.parametrize("kind", ["sparse", "soft"])
-@pytest.mark.parametrize("heads_per_kv", [1, 3, 8, 40])
-def test_query_heads_per_key_head(kind, heads_per_kv):
-    """Those of a tile fill it, leave rows over, or need two tiles."""
-    length = 4 if heads_per_kv == 40 else 20
-    case = BASE.with_(heads_per_kv=heads_per_kv, num_queries=length, num_keys=length)
-    assert_within_budget(case, kind, impl="triton")
-
-
-@biases
-@pytest.mark.parametrize("head_dim", [1, 80, 256])
-def test_head_dims(kind, head_dim):
-    case = BASE.with_(head_dim=head_dim, num_queries=17, num_keys=19)
-    assert_within_budget(case, kind, impl="triton")
-
-
-@biases
-@pytest.mark.parametrize("length", [1, 2, 17])
-def test_short_lengths(kind, length):
-    case = BASE.with_(num_queries=length, num_keys=length, batch=2)
-    assert_within_budget(case, kind, impl="triton", conditioned=length <= 2)
-
-
-@biases
-def test_half_precision(kind):
-    case = BASE.with_(dtype=torch.float16, softcap=30.0, num_queries=25)
     assert_within_budget(case, kind, impl="triton")
 
 
@@ -134,70 +129,6 @@ def test_a_large_score_that_is_worth_little():
         torch.testing.assert_close(ours[name].double(), true[name], atol=2e-3, rtol=2e-3)
 
 
-@biases
-@pytest.mark.parametrize("scale", [-1e4, 1e-30])
-def test_huge_and_tiny_logits(kind, scale):
-    case = BASE.with_(scale=scale, num_queries=10, num_keys=25)
-    assert_within_budget(case, kind, impl="triton", conditioned=abs(scale) > 1)
-
-
-@biases
-def test_what_padded_slots_hold_does_not_matter(kind):
-    case = BASE.with_(padding="holes", num_queries=12, num_keys=27)
-    padded = ~case.key_valid[:, None, :, None]
-    assert padded.any()
-
-    def filled(value):
-        q, k, v, pi_q, pi_k = case.inputs
-        inputs = (q, k.masked_fill(padded, value), v.masked_fill(padded, value), pi_q, pi_k)
-        return run(case, kind, impl="triton", inputs=inputs)
-
-    clean, poisoned = filled(0.0), filled(math.nan)
-    for name in NAMES:
-        assert torch.equal(clean[name], poisoned[name]), name
-        assert not poisoned[name].isnan().any()
-    for name in ("dk", "dv"):
-        assert not poisoned[name].masked_fill(~padded, 0).any()
-
-
-@pytest.mark.parametrize("kind", ["sparse", "soft", "none"])
-def test_a_row_without_keys_is_zero_and_has_no_gradient(kind):
-    case = BASE.with_(num_queries=20, num_keys=20, batch=2)
-    valid = torch.ones(2, 20, dtype=torch.bool)
-    valid[0] = False
-    positions = torch.arange(20).expand(2, 20)
-    placement = {
-        "key_valid": valid,
-        "key_positions": torch.arange(10, 30).expand(2, 20),
-        "query_positions": positions,
-    }
-    ours = run(case, kind, impl="triton", **placement)
-    empty = positions < 10
-    empty[0] = True
-    empty = empty[:, None].expand(2, 2, 20)
-    assert not ours["output"][empty].any()
-    assert (ours["lse"][empty] == -math.inf).all()
-    assert ours["lse"][~empty].isfinite().all()
-    assert not ours["dq"][empty].any()
-    for name in NAMES[2:]:
-        assert ours[name].isfinite().all()
-        assert not ours[name][0].any()
-
-
-@biases
-def test_every_output_is_written(kind):
-    """With torch's own empty tensors full of NaN nothing changes."""
-    case = BASE.with_(num_queries=12, num_keys=20, padding="holes")
-    expected = run(case, kind, impl="triton")
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert torch.empty(1).isnan().all()
-        found = run(case, kind, impl="triton")
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert all(torch.equal(expected[name], found[name]) for name in NAMES)
-
-
 @pytest.mark.parametrize("kind", ["sparse", "soft"])
 def test_heads_divided_among_programs(monkeypatch, kind):
     case = BASE.with_(heads_per_kv=4, num_queries=15, num_keys=15)
@@ -206,26 +137,23 @@ def test_heads_divided_among_programs(monkeypatch, kind):
     assert_within_budget(case.with_(dtype=torch.float16), kind, impl="triton")
 
 
-def transposed(x):
-    """As [B, T, H, D] projections arrive."""
-    return x.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-def strided(x):
-    """The last dimension is not contiguous."""
-    return torch.stack([x, torch.full_like(x, math.nan)], dim=-1)[..., 0]
-
-
-@pytest.mark.parametrize(
-    ("kind", "view"),
-    [("sparse", transposed), ("soft", transposed), ("soft", strided), ("both", strided)],
-)
-def test_views(kind, view):
-    case = BASE.with_(num_queries=6, num_keys=9, batch=2)
-    inputs = tuple(view(x) if x.dim() == 4 else view(x[:, None])[:, 0] for x in case.inputs)
-    ours = run(case, kind, impl="triton", inputs=inputs)
-    expected = run(case, kind, impl="triton", inputs=tuple(x.contiguous() for x in inputs))
-    assert all(torch.equal(expected[name], ours[name]) for name in NAMES)
+@biases
+def test_contract(kind):
+    small = BASE.with_(padding="holes", num_queries=12, num_keys=27)
+    assert_padding_does_not_matter(small, kind, impl="triton", poison=math.nan)
+    assert_every_output_is_written(small, kind, impl="triton")
+    rows, bias = (
+        BASE.with_(num_queries=20, num_keys=20, batch=2),
+        "none" if kind == "both" else kind,
+    )
+    assert_rows_without_keys_are_zero(rows, bias, impl="triton")
+    assert_no_second_derivative(BASE.with_(num_queries=4, num_keys=4), kind, impl="triton")
+    for view in (transposed, strided):
+        case = BASE.with_(num_queries=6, num_keys=9, batch=2)
+        ours, expected = (
+            run(case, kind, impl="triton", inputs=inputs) for inputs in viewed(case, view)
+        )
+        assert all(torch.equal(expected[name], ours[name]) for name in NAMES)
 
 
 def test_offsets_beyond_32_bits():
@@ -255,42 +183,12 @@ def test_nothing_hides_a_diverging_model(kind):
     assert not true["output"].isfinite().all()
 
 
-@routings
-def test_no_second_derivative(kind):
-    case = BASE.with_(num_queries=4, num_keys=4)
-    leaves = tuple(x.detach().requires_grad_() for x in case.inputs)
-    from kernels.budget import attend
-
-    output, _ = attend(case, kind, leaves, impl="triton")
-    (gradient,) = torch.autograd.grad(output.square().sum(), leaves[:1], create_graph=True)
-    with pytest.raises(NotImplementedError, match="second derivatives"):
-        gradient.sum().backward()
-
-
-SHORT = {"num_queries": 60, "num_keys": 60, "kv_heads": 2}
-
-
-@pytest.mark.slow
-@routings
-@pytest.mark.parametrize("geometry", GEOMETRIES)
-def test_geometries(kind, geometry):
-    assert_within_budget(BASE.with_(config=GEOMETRIES[geometry], **SHORT), kind, impl="triton")
-
-
-@pytest.mark.slow
-@routings
-@pytest.mark.parametrize("labels", FORCED)
-def test_one_regime_for_all_or_one_token_alone(kind, labels):
-    assert_within_budget(BASE.with_(probabilities=labels, **SHORT), kind, impl="triton")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [*ROUTINGS, *DISTANCE_BIASES])
 @pytest.mark.parametrize("trait", TRAITS)
 def test_traits(kind, trait):
-    far = kind in ("slopes", "both") and trait in ("padded right", "free positions")
-    case = BASE.with_(**{**SHORT, "batch": 2, **TRAITS[trait]})
-    assert_within_budget(case, kind, impl="triton", conditioned=far)
+    case = BASE.with_(**{"num_queries": 60, "num_keys": 60, "kv_heads": 2, **TRAITS[trait]})
+    assert_within_budget(case, kind, impl="triton", conditioned=is_far(kind, trait))
 
 
 @pytest.mark.slow
