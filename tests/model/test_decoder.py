@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mosar import MoSARConfig
 from mosar.geometries import VARIANTS, AttentionConfig
 from mosar.model.config import ModelConfig
 from mosar.model.decoder import Decoder
@@ -273,12 +272,6 @@ def test_router_parameters(groups):
     assert extra == 2 * sum(groups * (x // groups * 5 + 5 + 5 * 3 + 3) for x in (4 * 8, 2 * 8))
     probabilities = decoder(some_tokens()).routings[0].key.probabilities
     assert probabilities.shape == ((2, 45, 3) if groups == 1 else (2, groups, 45, 3))
-
-
-def test_reaches_follow_the_training_length():
-    decoder = small_decoder("mosar", max_length=64)
-    geometry = decoder.layers[1].attention.geometry
-    assert geometry.config == MoSARConfig.scaled(64)
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from torch import nn
 from model.models import small_decoder
 from mosar.model.decoder import Decoder
 
-LENGTHS = (2, 100, 384, 385, 700)
+LENGTHS = (2, 384, 700)
 KINDS = [("mosar", "soft"), ("mosar", "sparse"), ("rope", "soft")]
 kinds = pytest.mark.parametrize(("variant", "routing"), KINDS)
 # Which dimension of a cache's tensors runs over tokens.
@@ -47,7 +47,7 @@ def saved_and_loaded(program):
 @torch.no_grad()
 @pytest.mark.parametrize(("variant", "routing"), [*KINDS, ("mosar", "top1"), ("fixed-s", "sparse")])
 def test_any_length(variant, routing):
-    model = Model(small_decoder(variant), routing)
+    model = Model(small_decoder(variant, num_layers=1), routing)
     length = torch.export.Dim("length", max=100_000)
     shapes = {"tokens": {1: length}, "valid": {1: length}}
     valid = torch.ones(2, 50, dtype=torch.bool)
@@ -66,7 +66,7 @@ def test_any_length(variant, routing):
 @kinds
 def test_a_cache_goes_in_and_comes_out(variant, routing):
     """Prefill and steps, each one graph, give what one pass over all tokens gives."""
-    decoder = small_decoder(variant)
+    decoder = small_decoder(variant, num_layers=1)
     model = Model(decoder, routing, cached=True)
     length = torch.export.Dim("length", max=100_000)
     shapes = {"tokens": {1: length}}

@@ -65,8 +65,10 @@ def lively_decoder(**changes) -> Decoder:
     return decoder
 
 
-@pytest.mark.parametrize("heads, kv_heads", [(4, 4), (4, 2), (6, 2), (8, 1)])
-@pytest.mark.parametrize("softcaps", [(None, None), (50.0, 30.0), (2.0, 1.5)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "softcaps"),
+    [(4, 4, (None, None)), (6, 2, (50.0, 30.0)), (8, 1, (2.0, 1.5))],
+)
 def test_same_logits_as_transformers(heads, kv_heads, softcaps):
     decoder = lively_decoder(
         hidden_size=48,
@@ -85,13 +87,6 @@ def test_same_logits_as_transformers(heads, kv_heads, softcaps):
         expected = theirs(tokens).logits
     assert ours.std() > 0.1
     assert (ours - expected).abs().max() <= 1e-5
-
-
-def test_same_parameters_as_transformers():
-    decoder = small_decoder("rope")
-    theirs = dict(their_model(decoder.model_config).named_parameters())
-    ours = {their_name(name): p.shape for name, p in decoder.named_parameters()}
-    assert ours == {name: p.shape for name, p in theirs.items()}
 
 
 def test_same_gradients_as_transformers():

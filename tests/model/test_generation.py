@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mosar.core.hard_domain import build_hard_domain
-from mosar.geometries import VARIANTS
 from mosar.model.generation import DecoderReader, Sampling, write_tokens
 from mosar.model.label_log import LabelLog
 
@@ -33,7 +32,7 @@ class Noting:
 
 
 @pytest.mark.parametrize("routing", ["soft", "top1", "sparse"])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ["alibi", "mosar"])
 @torch.no_grad()
 def test_writing_reads_what_the_decoder_reads(variant, routing):
     """The logits that tokens were drawn from are those of the whole text."""

@@ -16,7 +16,6 @@ from mosar.data.tokenizer import load_tokenizer
 from mosar.errors import ModelError, TrainingError
 from mosar.evaluation.loaded_run import LoadedRun
 from mosar.files import sealed
-from mosar.geometries import VARIANTS
 from mosar.integrations.hf import MosarForCausalLM
 from mosar.integrations.hf.export import export_run
 from mosar.integrations.hf.folders import load_model
@@ -31,7 +30,7 @@ from mosar.training.run_folder import (
     write_config,
 )
 
-from .runs import STEP, parameters_of, small_model
+from .runs import STEP, parameters_of
 
 TOKENS = torch.arange(60)[None] % 57
 
@@ -61,7 +60,7 @@ def evaluation(loaded, routing, loss):
     )
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ["rope", "fixed-m", "mosar-cost"])
 def test_there_and_back(variant, run, dataset, tmp_path):
     source = run(variant)
     folder = export_run(source, tmp_path / "exported")
@@ -133,7 +132,10 @@ def test_the_card_tells_what_was_measured(run, dataset, tmp_path):
         "tokenizer | byte",
     ):
         assert part in card, part
-    assert "top1 |" not in card and str(tmp_path) not in card and str(dataset.parent) not in card
+    assert "top1 |" not in card
+    for path in (tmp_path / "out").iterdir():
+        for place in (tmp_path, dataset.parent):
+            assert str(place).encode() not in path.read_bytes(), path.name
     code = card.partition("```python\n")[2].partition("```")[0]
     exec(compile(code.replace("FOLDER", str(tmp_path / "out")), "<card>", "exec"), {})
 
@@ -146,12 +148,6 @@ def test_a_task_has_no_tokenizer(run, tmp_path):
     assert AutoModelForCausalLM.from_pretrained(folder).config.eos_token_id is None
 
 
-def test_no_path_of_the_machine_travels(run, dataset, tmp_path):
-    folder = export_run(run(), tmp_path / "out")
-    for path in folder.iterdir():
-        assert str(dataset.parent).encode() not in path.read_bytes(), path.name
-
-
 def test_an_imported_run_trains_on(run, dataset, tmp_path):
     folder = export_run(run(), tmp_path / "exported")
     again = import_model(folder, tmp_path / "again", data=dataset)
@@ -160,20 +156,14 @@ def test_an_imported_run_trains_on(run, dataset, tmp_path):
     assert (result.resumed_from, result.step) == (STEP, 22)
 
 
-def test_a_model_of_no_run_becomes_one(dataset, tmp_path):
-    small_model(routing="sparse").save_pretrained(tmp_path / "model")
-    with pytest.raises(ModelError, match="was not exported from a run: say with --data"):
-        import_model(tmp_path / "model", tmp_path / "run")
-    made = import_model(tmp_path / "model", tmp_path / "run", data=dataset)
-    loaded = LoadedRun.open(made)
-    assert loaded.step == 0 and loaded.config.variant == "mosar"
-
-
 def test_a_model_of_no_run_is_trained_on_and_not_anew(run, dataset, tmp_path):
     model = MosarForCausalLM.from_pretrained(export_run(run("rope"), tmp_path / "exported"))
     model.config.provenance = None
     model.save_pretrained(tmp_path / "model")
+    with pytest.raises(ModelError, match="was not exported from a run: say with --data"):
+        import_model(tmp_path / "model", tmp_path / "run")
     made = import_model(tmp_path / "model", tmp_path / "run", data=dataset)
+    assert (LoadedRun.open(made).step, LoadedRun.open(made).config.variant) == (0, "rope")
     config = changed_config(
         read_config(made),
         ["train.learning_rate=0", "train.min_learning_rate=0", "train.weight_decay=0"],

@@ -47,7 +47,9 @@ def assert_same_writing(one, other, tolerance=2e-5):
     assert torch.equal(one.sequences, other.sequences)
 
 
-@pytest.mark.parametrize(("variant", "routing"), CASES)
+@pytest.mark.parametrize(
+    ("variant", "routing"), [("rope", "soft"), ("mosar", "soft"), ("mosar", "sparse")]
+)
 def test_greedy(variant, routing):
     model = small_model(variant, routing=routing)
     cached = written(model)
@@ -61,6 +63,11 @@ def test_greedy(variant, routing):
 
 def test_keys_are_evicted_meanwhile():
     model = small_model(routing="sparse")
+    # Embeddings instead of tokens give the same.
+    options = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
+    embeds = model.get_input_embeddings()(PROMPT)
+    told = model.generate(inputs_embeds=embeds, attention_mask=MASK.long(), **options)
+    assert torch.equal(told, written(model, new=9, no_repeat_ngram_size=0).sequences[:, 20:])
     cache = written(model, new=60).past_key_values
     assert isinstance(cache.states, RegimeCache)
     assert cache.get_seq_length() == 79 and cache.batch_size == 2
@@ -73,12 +80,10 @@ def test_keys_are_evicted_meanwhile():
 @pytest.mark.parametrize(
     "options",
     [
-        {"do_sample": True, "temperature": 1.5, "top_k": 20, "num_return_sequences": 2},
-        {"num_beams": 3},
-        {"num_beams": 2, "do_sample": True, "top_k": 10},
+        {"num_beams": 2, "do_sample": True, "top_k": 10, "num_return_sequences": 2},
         {"num_beams": 3, "num_return_sequences": 2, "eos_token_id": 5},
     ],
-    ids=["sampling", "beams", "sampled beams", "some beams end"],
+    ids=["sampled beams", "some beams end"],
 )
 def test_sampling_and_beams(variant, routing, options):
     model = small_model(variant, routing=routing)
@@ -118,19 +123,6 @@ def test_a_cache_goes_on_in_chunks_and_again(routing):
     cache.reset()
     assert cache.get_seq_length() == 0
     assert_same_writing(written(model, past_key_values=cache), whole)
-
-
-def test_generation_from_embeddings():
-    model = small_model(routing="sparse")
-    embeds = model.get_input_embeddings()(PROMPT)
-    told = model.generate(
-        inputs_embeds=embeds,
-        attention_mask=MASK.long(),
-        max_new_tokens=9,
-        do_sample=False,
-        pad_token_id=0,
-    )
-    assert torch.equal(told, written(model, new=9, no_repeat_ngram_size=0).sequences[:, 20:])
 
 
 @settings(max_examples=15)

@@ -12,7 +12,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceCl
 from model.test_decoder import some_tokens
 from mosar.errors import ModelError
 from mosar.geometries import VARIANTS, AttentionConfig
-from mosar.integrations.hf import MosarDecoderConfig, MosarForCausalLM, MosarModel
+from mosar.integrations.hf import MosarForCausalLM, MosarModel
 from mosar.integrations.hf.folders import load_model
 
 from .runs import assert_same_tensors, small_model
@@ -41,7 +41,7 @@ def test_equals_the_decoder(variant, routing):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ["rope", "mosar"])
 def test_save_and_load_keep_every_bit(variant, dtype, tmp_path):
     whole = small_model(variant)
     whole.save_pretrained(tmp_path / "float32")
@@ -69,19 +69,6 @@ def test_the_embedding_is_saved_once(tmp_path):
     assert shapes.count((61, 32)) == 1
 
 
-def test_new_weights_are_as_the_decoder_makes_them():
-    config = MosarDecoderConfig(vocab_size=300, attention={"geometry": "mosar"})
-    torch.manual_seed(0)
-    model, other = (AutoModelForCausalLM.from_config(config) for _ in range(2))
-    for name, parameter in model.named_parameters():
-        if "norm" in name or "bias" in name:
-            assert parameter.eq(0).all(), name
-            continue
-        std = {"weight1": 0.02, "weight2": 1e-3}.get(name.rsplit(".", 1)[1], 0.02)
-        assert parameter.std().item() == pytest.approx(std, rel=0.2), name
-        assert not torch.equal(parameter, other.get_parameter(name)), name
-
-
 def test_routers_that_a_checkpoint_lacks_are_initialised(tmp_path):
     """As the decoder makes them, whatever the memory held; the others are loaded."""
     whole = small_model()
@@ -98,15 +85,14 @@ def test_routers_that_a_checkpoint_lacks_are_initialised(tmp_path):
         parameter.data.fill_(torch.nan)
     bare.init_weights()
     stds = {"weight1": 0.02, "weight2": 1e-3, "bias1": 0.0, "bias2": 0.0}
-    for name in lacking:
-        for model in (part, bare):
-            parameter = model.get_parameter(name)
-            if model is part and name in kept:
-                assert torch.equal(parameter, weights[name]), name
-            else:
-                std = stds[name.rpartition(".")[2]]
-                assert parameter.std().item() == pytest.approx(std, rel=0.3), name
-    assert all(parameter.isfinite().all() for parameter in bare.parameters())
+    for name, parameter in bare.named_parameters():
+        std = 0.0 if "norm" in name else stds.get(name.rpartition(".")[2], 0.2)
+        assert parameter.std().item() == pytest.approx(std, rel=0.3), name
+        loaded = part.get_parameter(name)
+        if name in kept:
+            assert torch.equal(loaded, weights[name]), name
+        else:
+            assert loaded.std().item() == pytest.approx(std, rel=0.3), name
 
 
 @pytest.mark.parametrize("variant", ["rope", "mosar"])
@@ -190,23 +176,25 @@ def test_routing_belongs_to_a_model_not_to_its_configuration(tmp_path):
         one.set_routing("hard")
 
 
-def test_routings_differ():
-    model, tokens = small_model(), some_tokens()
-    found = []
-    for routing in ("soft", "top1", "sparse"):
-        model.set_routing(routing)
-        found.append(logits(model, tokens))
-    assert not torch.allclose(found[0], found[1]) and not torch.allclose(found[1], found[2])
+@pytest.mark.parametrize("routing", ["soft", "sparse"])
+def test_padding_on_the_right_changes_nothing(routing):
+    model, tokens = small_model(routing=routing).double(), some_tokens()
+    right = logits(model, tokens.roll(-11, 1), attention_mask=PADDING.roll(-11, 1).long())
+    assert (right[1:, :34] - logits(model, tokens[1:, 11:])).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("routing", ["soft", "sparse"])
-def test_padding_on_either_side_changes_nothing(routing):
-    model, tokens = small_model(routing=routing).double(), some_tokens()
-    alone = logits(model, tokens[1:, 11:])
-    left = logits(model, tokens, attention_mask=PADDING.long())
-    assert (left[1:, 11:] - alone).abs().max() < 1e-12
-    right = logits(model, tokens.roll(-11, 1), attention_mask=PADDING.roll(-11, 1).long())
-    assert (right[1:, :34] - alone).abs().max() < 1e-12
+def test_packed_texts_do_not_see_each_other(routing):
+    """Positions that start again are packed texts, for which no cache is made unasked."""
+    model, tokens = small_model(routing=routing).double(), some_tokens(batch=1)
+    positions = torch.cat([torch.arange(20), torch.arange(10), torch.arange(15)])[None]
+    with torch.no_grad():
+        packed = model(tokens, position_ids=positions)
+    assert packed.past_key_values is None
+    apart = [logits(model, part) for part in tokens.split([20, 10, 15], dim=1)]
+    assert (packed.logits - torch.cat(apart, dim=1)).abs().max() < 1e-12
+    with pytest.raises(ValueError, match="packed texts cannot be cached"):
+        model(tokens, position_ids=positions, use_cache=True)
 
 
 def test_positions():
@@ -221,21 +209,6 @@ def test_positions():
     told = logits(model, tokens, attention_mask=PADDING, position_ids=padded)
     counted = logits(model, tokens, attention_mask=PADDING)
     assert torch.equal(told[PADDING], counted[PADDING])
-
-
-@pytest.mark.parametrize("routing", ["soft", "sparse"])
-def test_packed_texts_do_not_see_each_other(routing):
-    model, tokens = small_model(routing=routing).double(), some_tokens(batch=1)
-    positions = torch.cat([torch.arange(20), torch.arange(10), torch.arange(15)])[None]
-    packed = logits(model, tokens, position_ids=positions)
-    apart = [logits(model, part) for part in tokens.split([20, 10, 15], dim=1)]
-    assert (packed - torch.cat(apart, dim=1)).abs().max() < 1e-12
-
-
-def test_embeddings_instead_of_tokens():
-    model, tokens = small_model(), some_tokens()
-    embeds = model.get_input_embeddings()(tokens)
-    assert torch.equal(logits(model, inputs_embeds=embeds), logits(model, tokens))
 
 
 @torch.no_grad()
@@ -342,9 +315,15 @@ def test_wrong_calls_are_named():
             "position_ids must not decrease",
         ),
         ({"input_ids": tokens, "past_key_values": []}, "must be a MosarCache"),
+        ({"input_ids": tokens[:, :0]}, "with T >= 1"),
+        ({"input_ids": torch.tensor([[3, 61]])}, r"0\.\.60, got 61"),
+        ({"input_ids": torch.tensor([[-1, 3]])}, r"0\.\.60, got -1"),
+        ({"input_ids": tokens, "labels": tokens[:, 1:]}, r"labels must be \[2, 45\]"),
     ):
         with pytest.raises(ValueError, match=rule):
             model(**options)
+    with pytest.raises(ValueError, match=r"options of a cache are crop_margin.*got 'foo'"):
+        model.new_cache(foo=1)
 
 
 def test_folders_that_hold_no_model(tmp_path):
@@ -367,41 +346,6 @@ def test_folders_that_hold_no_model(tmp_path):
         config.write_text(json.dumps(values | change))
         with pytest.raises(ModelError, match=rule):
             load_model(tmp_path)
-
-
-@torch.no_grad()
-def test_packed_texts_need_no_option():
-    """Positions that start again are packed texts, for which no cache is made unasked."""
-    model, tokens = small_model(), some_tokens()[:1]
-    positions = torch.cat([torch.arange(25), torch.arange(20)])[None]
-    out = model(tokens, position_ids=positions)
-    assert out.past_key_values is None
-    alone = torch.cat([logits(model, tokens[:, :25]), logits(model, tokens[:, 25:])], dim=1)
-    torch.testing.assert_close(out.logits, alone, rtol=0, atol=2e-5)
-    with pytest.raises(ValueError, match="packed texts cannot be cached"):
-        model(tokens, position_ids=positions, use_cache=True)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"input_ids": torch.zeros(1, 0, dtype=torch.int64)}, "with T >= 1"),
-        ({"input_ids": torch.tensor([[3, 61]])}, r"0\.\.60, got 61"),
-        ({"input_ids": torch.tensor([[-1, 3]])}, r"0\.\.60, got -1"),
-        (
-            {"input_ids": torch.ones(1, 3).long(), "labels": torch.ones(1, 2).long()},
-            r"labels must be \[1, 3\]",
-        ),
-    ],
-)
-def test_wrong_tokens_are_named(options, message):
-    with pytest.raises(ValueError, match=message):
-        small_model()(**options)
-
-
-def test_wrong_options_of_a_cache_are_named():
-    with pytest.raises(ValueError, match=r"options of a cache are crop_margin.*got 'foo'"):
-        small_model().new_cache(foo=1)
 
 
 @pytest.mark.parametrize(
@@ -437,14 +381,12 @@ def test_training_compiles_in_one_piece(variant, routing, given):
 
 @torch.no_grad()
 def test_export_of_any_length():
-    for routing in ("soft", "top1", "sparse"):
-        model = small_model(routing=routing)
-        dynamic = {"input_ids": {1: torch.export.Dim("length", min=2, max=4096)}}
-        inputs = {"input_ids": some_tokens()}
-        exported = torch.export.export(model, (), inputs, dynamic_shapes=dynamic).module()
-        longer = some_tokens(length=400)
-        found = exported(input_ids=longer)
-        assert found.past_key_values is None
-        torch.testing.assert_close(found.logits, logits(model, longer), rtol=0, atol=2e-5)
-        with pytest.raises(ValueError, match="use_cache must be False"):
-            torch.export.export(model, (), inputs | {"use_cache": True})
+    model, inputs = small_model(routing="sparse"), {"input_ids": some_tokens()}
+    dynamic = {"input_ids": {1: torch.export.Dim("length", min=2, max=4096)}}
+    exported = torch.export.export(model, (), inputs, dynamic_shapes=dynamic).module()
+    longer = some_tokens(length=400)
+    found = exported(input_ids=longer)
+    assert found.past_key_values is None
+    torch.testing.assert_close(found.logits, logits(model, longer), rtol=0, atol=2e-5)
+    with pytest.raises(ValueError, match="use_cache must be False"):
+        torch.export.export(model, (), inputs | {"use_cache": True})

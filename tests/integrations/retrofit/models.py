@@ -8,6 +8,7 @@ from transformers import (
     AutoModelForImageTextToText,
 )
 
+import mosar
 from mosar import MoSARConfig, Regime
 
 VOCAB = 97
@@ -112,3 +113,12 @@ def scatter_choices(attached, seed=2):
             for router in layer.routers:
                 router.weight2.normal_(std=20.0, generator=generator)
                 router.bias2.zero_()
+
+
+def routed_model(family="llama", routing="sparse", config=GEOMETRY):
+    """A tiny model whose tokens choose every regime, and its routers."""
+    model = tiny_model(family)
+    attached = mosar.retrofit(model, config)
+    scatter_choices(attached)
+    attached.set_routing(routing)
+    return model, attached

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import mosar
-from integrations.retrofit.models import GEOMETRY, scatter_choices, tiny_model, tokens
+from integrations.retrofit.models import GEOMETRY, routed_model, tiny_model, tokens
 from mosar.errors import ModelError
 from mosar.integrations.retrofit import load_adapter, load_retrofitted
 from mosar.integrations.retrofit.adapter import DESCRIPTION, WEIGHTS, read_description
@@ -17,10 +17,7 @@ from mosar.integrations.retrofit.base_model import BaseIdentity, context_length,
 @pytest.fixture
 def saved(tmp_path):
     """A folder with an adapter, and the logits of its model under sparse routing."""
-    model = tiny_model()
-    attached = mosar.retrofit(model, GEOMETRY)
-    scatter_choices(attached)
-    attached.set_routing("sparse")
+    model, attached = routed_model()
     with torch.no_grad():
         logits = model(input_ids=tokens(1, 40), use_cache=False).logits
     attached.save(tmp_path / "adapter", why="a test")

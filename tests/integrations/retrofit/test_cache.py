@@ -4,20 +4,11 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicCache, StaticCache
 
-import mosar
-from integrations.retrofit.models import FAMILIES, GEOMETRY, scatter_choices, tiny_model, tokens
+from integrations.retrofit.models import FAMILIES, routed_model, tokens
 from mosar.errors import ModelError
 from mosar.integrations.retrofit.cache import RegimeCacheLayer
 
 ROUTINGS = ("soft", "top1", "sparse")
-
-
-def routed_model(family="llama", routing="sparse"):
-    model = tiny_model(family)
-    attached = mosar.retrofit(model, GEOMETRY)
-    scatter_choices(attached)
-    attached.set_routing(routing)
-    return model, attached
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -64,16 +55,16 @@ def test_beams_go_on_like_greedy_rows():
     model, _ = routed_model()
     ids = tokens(2, 20)
     with torch.no_grad():
-        beams = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, num_beams=3, do_sample=False
-        )
-        again = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=8,
-            num_beams=3,
-            do_sample=False,
-            use_cache=False,
+        beams, again = (
+            model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=8,
+                num_beams=3,
+                do_sample=False,
+                use_cache=use_cache,
+            )
+            for use_cache in (True, False)
         )
     assert torch.equal(beams, again)
 
