@@ -82,14 +82,14 @@ MAY_IMPORT = {
     "integrations/retrofit": {
         *("torch", "numpy", "rich", "safetensors", "transformers", "mosar.attention"),
         *("mosar.core", "mosar.data", "mosar.geometries", "mosar.integrations.retrofit"),
-        "mosar.integrations.transformers_cache",
+        *("mosar.integrations.quiet", "mosar.integrations.transformers_cache"),
         *("mosar.model", "mosar.records"),
         *("mosar.evaluation.choices", "mosar.evaluation.progress"),
         # The loop, with its run folders and checkpoints.
         "mosar.training",
     },
     "integrations/hf": {
-        "mosar.integrations.transformers_cache",
+        *("mosar.integrations.quiet", "mosar.integrations.transformers_cache"),
         *("torch", "transformers", "tokenizers", "safetensors", "lm_eval", "mosar.attention"),
         *("mosar.core", "mosar.data", "mosar.geometries", "mosar.integrations.hf", "mosar.model"),
         "mosar.records",

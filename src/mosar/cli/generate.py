@@ -17,7 +17,8 @@ from mosar.cli.options import MovedData, Step, Threads, use_threads
 from mosar.errors import MosarError
 
 if TYPE_CHECKING:
-    from mosar.generation.source import MeasuredReader, Source
+    from mosar.generation.source import Source
+    from mosar.model.generation import MeasuredReader
     from mosar.model.generation import Sampling
 
 
@@ -161,9 +162,7 @@ def _statistics(timed: _TimedReader, routing: str) -> list[str]:
         f"cache      {_bytes(reader.cache_bytes)} for {reader.num_tokens:,} tokens; dense "
         f"{_bytes(dense)} ({reader.cache_bytes / max(dense, 1):.2f} ×)"
     )
-    density = reader.density
-    if density is not None:
-        lines.append(f"density    {density:.3f} of the causal pairs are inside the support")
+    lines.append(f"density    {reader.density:.3f} of the causal pairs are inside the support")
     return lines
 
 

@@ -14,6 +14,7 @@ from mosar.attention import ROUTINGS
 from mosar.core.hard_domain import build_hard_domain
 from mosar.errors import ModelError
 from mosar.generation.source import Source
+from mosar.model.generation import MeasuredReader
 from mosar.model.label_log import LabelLog
 
 DENSE = "dense"
@@ -48,21 +49,18 @@ def open_retrofitted(folder: Path, routing: str | None) -> Source:
     return Source(reader, tokenizer.encode, decode, end, chosen)
 
 
-class RetrofitReader:
-    """A `Retrofit` with its KV cache, one row."""
+class RetrofitReader(MeasuredReader):
+    """A `Retrofit` with its KV cache."""
 
     def __init__(self, attached: Any):
+        super().__init__(len(attached))
         self.attached, self.cache = attached, None
-        self.num_tokens = 0
-        # For each layer the labels of queries and of keys, as the routers give them.
-        self._labels = [(LabelLog(), LabelLog()) for _ in attached]
-        for layer, kept in zip(attached, self._labels, strict=True):
-            for router, labels in zip(layer.routers, kept, strict=True):
-                router.register_forward_hook(partial(_keep_labels, labels))
+        for layer, logs in zip(attached, self.label_logs, strict=True):
+            for router, log in zip(layer.routers, logs, strict=True):
+                router.register_forward_hook(partial(_keep_labels, log))
 
     @torch.inference_mode()
     def read(self, tokens: Sequence[int]) -> Tensor:
-        """Reads further tokens; logits [V] of the next."""
         model = self.attached.model
         row = torch.tensor([tokens], device=model.device)
         out = model(row, past_key_values=self.cache, use_cache=True)
@@ -70,36 +68,26 @@ class RetrofitReader:
         self.num_tokens += len(tokens)
         return out.logits[0, -1].float().cpu()
 
+    def count_pairs(
+        self, layer: int, labels: tuple[Tensor, Tensor] | None
+    ) -> tuple[int, int] | None:
+        if labels is None:
+            return None
+        routed = self.attached.layers[layer]
+        domain = build_hard_domain(*labels, routed.config, window=routed.window, materialize=False)
+        return domain.count, domain.causal_count
+
     @property
     def cache_bytes(self) -> int:
-        """Memory that the cache holds."""
         from mosar.integrations.transformers_cache import cache_bytes
 
         return cache_bytes(self.cache)
 
     @property
     def dense_bytes(self) -> int:
-        """Keys and values of all tokens read so far."""
         width = sum(2 * layer.num_kv_heads * layer.head_dim for layer in self.attached)
         return width * self.num_tokens * self.attached.model.dtype.itemsize
 
-    @property
-    def density(self) -> float | None:
-        """The share of causal pairs inside the support, mean over the layers; 1 under "dense"."""
-        found = []
-        for layer, (queries, keys) in zip(self.attached, self._labels, strict=True):
-            if not len(queries):
-                return 1.0
-            domain = build_hard_domain(
-                queries.labels,
-                keys.labels,
-                layer.config,
-                window=layer.window,
-                materialize=False,
-            )
-            found.append(domain.density)
-        return sum(found) / len(found)
 
-
-def _keep_labels(kept: LabelLog, module: Any, arguments: Any, output: Any) -> None:
-    kept.append(output.labels)
+def _keep_labels(log: LabelLog, module: Any, arguments: Any, output: Any) -> None:
+    log.append(output.labels)

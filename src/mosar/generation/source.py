@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
-
-from torch import Tensor
+from typing import Any
 
 from mosar.data.manifest import TOKENIZER
 from mosar.data.tokenizer import read_tokenizer
@@ -17,23 +15,9 @@ from mosar.evaluation.loaded_run import LoadedRun
 from mosar.files import parse_json
 from mosar.geometries import Geometry, operator_routing
 from mosar.model.decoder import Decoder
-from mosar.model.generation import DecoderReader
+from mosar.model.generation import DecoderReader, MeasuredReader
 
 CONFIG, ADAPTER = "config.json", "adapter.json"
-
-
-class MeasuredReader(Protocol):
-    """A reader that can tell what it costs."""
-
-    def read(self, tokens: Sequence[int]) -> Tensor: ...
-    @property
-    def num_tokens(self) -> int: ...
-    @property
-    def cache_bytes(self) -> int: ...
-    @property
-    def dense_bytes(self) -> int: ...
-    @property
-    def density(self) -> float | None: ...
 
 
 @dataclass(frozen=True)

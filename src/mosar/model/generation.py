@@ -9,6 +9,7 @@ Shapes: T tokens, V vocabulary, L layers.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
@@ -18,7 +19,6 @@ import torch
 from torch import Tensor
 
 from mosar.attention import Routing
-from mosar.geometries import LayerRouting
 from mosar.model.decoder import Decoder
 from mosar.model.label_log import LabelLog
 
@@ -80,6 +80,50 @@ class Reader(Protocol):
         ...
 
 
+class MeasuredReader(ABC):
+    """A model with its KV cache, one row, that can tell what reading costs."""
+
+    num_tokens = 0
+    """Tokens read so far."""
+
+    def __init__(self, num_layers: int):
+        # For each layer the labels of queries and of keys, where there are routers.
+        self.label_logs = [(LabelLog(), LabelLog()) for _ in range(num_layers)]
+
+    @abstractmethod
+    def read(self, tokens: Sequence[int]) -> Tensor:
+        """Reads further tokens; logits [V] of the next."""
+
+    @abstractmethod
+    def count_pairs(
+        self, layer: int, labels: tuple[Tensor, Tensor] | None
+    ) -> tuple[int, int] | None:
+        """Pairs of a layer's support and causal pairs of what was read; None: all are read."""
+
+    @property
+    @abstractmethod
+    def cache_bytes(self) -> int:
+        """Memory that the cache holds."""
+
+    @property
+    @abstractmethod
+    def dense_bytes(self) -> int:
+        """Keys and values of all tokens read so far."""
+
+    @property
+    def density(self) -> float:
+        """The share of causal pairs inside the support, mean over the layers.
+
+        Under soft and top-1 routing, too, where every pair is evaluated nevertheless.
+        """
+        densities = []
+        for layer, (queries, keys) in enumerate(self.label_logs):
+            labels = (queries.labels, keys.labels) if len(queries) else None
+            counted = self.count_pairs(layer, labels) if self.num_tokens else None
+            densities.append(counted[0] / counted[1] if counted else 1.0)
+        return sum(densities) / len(densities)
+
+
 def write_tokens(
     reader: Reader,
     prompt: Sequence[int],
@@ -105,17 +149,16 @@ def write_tokens(
         unread = [token]
 
 
-class DecoderReader:
-    """A `Decoder` with its KV cache, one row."""
+class DecoderReader(MeasuredReader):
+    """A `Decoder` with its KV cache."""
 
     def __init__(self, decoder: Decoder, routing: Routing = "sparse", **cache_options: Any):
+        super().__init__(len(decoder.layers))
         self.decoder, self.routing = decoder, routing
         self.cache = decoder.new_cache(routing, **cache_options)
-        self._labels: list[tuple[LabelLog, LabelLog]] = []
 
     @torch.inference_mode()
     def read(self, tokens: Sequence[int]) -> Tensor:
-        """Reads further tokens; logits [V] of the next."""
         embedding = self.decoder.embedding
         wrong = [token for token in tokens if not 0 <= token < embedding.num_embeddings]
         if wrong:
@@ -125,48 +168,27 @@ class DecoderReader:
             )
         row = torch.tensor([tokens], device=embedding.weight.device)
         output = self.decoder(row, routing=self.routing, cache=self.cache)
-        self._note(output.routings)
+        for logs, routed in zip(self.label_logs, output.routings, strict=False):
+            for log, labels in zip(logs, routed.labels, strict=True):
+                log.append(labels)
+        self.num_tokens = self.cache.slots
         return self.decoder.logits(output.hidden[0, -1]).float().cpu()
 
-    def _note(self, routings: Sequence[LayerRouting]) -> None:
-        if not self._labels:
-            self._labels = [(LabelLog(), LabelLog()) for _ in routings]
-        for (queries, keys), layer in zip(self._labels, routings, strict=True):
-            queries.append(layer.query.labels)
-            keys.append(layer.key.labels)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens read so far."""
-        return self.cache.slots
+    def count_pairs(
+        self, layer: int, labels: tuple[Tensor, Tensor] | None
+    ) -> tuple[int, int] | None:
+        geometry, shape = self.decoder.geometries[layer], (1, self.num_tokens)
+        return geometry.count_pairs(shape, routing=self.routing, labels=labels)
 
     @property
     def cache_bytes(self) -> int:
-        """Memory that the cache holds."""
         return self.cache.allocated_bytes
 
     @property
     def dense_bytes(self) -> int:
-        """Keys and values of all tokens read so far."""
         model = self.decoder.model_config
         width = 2 * model.num_layers * model.num_kv_heads * model.head_dim
         return width * self.num_tokens * self.decoder.embedding.weight.element_size()
-
-    @property
-    def density(self) -> float:
-        """The share of causal pairs that the geometry's support holds, mean over the layers.
-
-        Under soft and top-1 routing, too, where every pair is evaluated nevertheless.
-        """
-        length, densities = self.num_tokens, []
-        for index, geometry in enumerate(self.decoder.geometries if length else ()):
-            labels = None
-            if self._labels:
-                queries, keys = self._labels[index]
-                labels = queries.labels, keys.labels
-            counted = geometry.count_pairs((1, length), routing=self.routing, labels=labels)
-            densities.append(counted[0] / counted[1] if counted else 1.0)
-        return sum(densities) / len(densities) if densities else 1.0
 
 
 def _is_number(value: object) -> bool:

@@ -28,11 +28,11 @@ from mosar.integrations.hf.folders import (
     WEIGHTS,
     load_model,
     new_folder,
-    quiet,
     write_checksums,
 )
 from mosar.integrations.hf.model import MosarForCausalLM
 from mosar.integrations.hf.tokenizer import fast_tokenizer
+from mosar.integrations.quiet import quiet
 from mosar.training.config import RunConfig
 from mosar.training.run_folder import METRICS, read_metrics
 

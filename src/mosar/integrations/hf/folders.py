@@ -9,13 +9,13 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from transformers.utils import logging
 
 from mosar.data.staging import staged_folder
 from mosar.errors import DataError, ModelError
 from mosar.files import file_checksum, parse_json, rust_os_errors, sealed, unsealed, write_synced
 from mosar.integrations.hf.config import MosarDecoderConfig
 from mosar.integrations.hf.model import MosarForCausalLM
+from mosar.integrations.quiet import quiet
 
 CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
 CHECKSUMS = "checksums.json"
@@ -106,20 +106,6 @@ def check_checksums(folder: Path) -> None:
 def _is_ours(path: Path) -> bool:
     """Whether a file is one that exporting or `save_pretrained` writes."""
     return path.is_file() and any(path.match(pattern) for pattern in _WRITTEN)
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Without the progress bars and remarks of transformers."""
-    bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()
 
 
 @contextmanager

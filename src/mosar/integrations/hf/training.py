@@ -16,38 +16,24 @@ class RoutingCostWarmup(TrainerCallback):
     """
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: Any = None,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        if args.label_smoothing_factor and _unwrapped(model).decoder.attention_config.cost_weight:
+        model = _unwrapped(given["model"])
+        if args.label_smoothing_factor and model.decoder.attention_config.cost_weight:
             raise ValueError(
                 "label_smoothing_factor must be 0 with a cost_weight: Trainer then computes the "
                 f"loss without the routing cost; got {args.label_smoothing_factor}"
             )
 
     def on_step_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: Any = None,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        _unwrapped(model).cost_step = state.global_step + 1
+        _unwrapped(given["model"]).cost_step = state.global_step + 1
 
     def on_train_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: Any = None,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        _unwrapped(model).cost_step = None
+        _unwrapped(given["model"]).cost_step = None
 
 
 def _unwrapped(model: Any) -> Any:

@@ -24,8 +24,8 @@ from mosar.core.config import MoSARConfig, Regime, check_config
 from mosar.errors import ModelError
 from mosar.integrations.retrofit.base_model import context_length
 from mosar.integrations.retrofit.cache import RegimeCacheLayer, adopt_cache
-from mosar.integrations.retrofit.hf_attention import ATTRIBUTE, NAME
-from mosar.integrations.retrofit.layer import Observer, OutputProjection, RoutedLayer
+from mosar.integrations.retrofit.hf_attention import ATTRIBUTE
+from mosar.integrations.retrofit.layer import NAME, Observer, OutputProjection, RoutedLayer
 
 DENSE = "dense"
 _REACHES = (("S", 64), ("M", 256), ("L", 1024))
@@ -93,19 +93,15 @@ class Retrofit:
         self._implementations = [c._attn_implementation for c in self._configs]
         self._hooks = []
         decoder = _decoder(model)
-        signature = inspect.signature(decoder.forward)
-        self._hooks.append(
-            decoder.register_forward_pre_hook(_CacheHook(self, signature), with_kwargs=True)
-        )
-        for block, layer in zip(decoder.layers, layers, strict=True):
-            hook = block.register_forward_pre_hook(_ResidualHook(layer), with_kwargs=True)
-            self._hooks.append(hook)
-        for module, layer in zip(modules, layers, strict=True):
+        self._signature = inspect.signature(decoder.forward)
+        before = [(decoder, self._prepare_cache)]
+        for block, module, layer in zip(decoder.layers, modules, layers, strict=True):
             # Not as a submodule: the state dict of the model stays its own.
             module.__dict__[ATTRIBUTE] = layer
-            hook = _LayerHook(layer)
+            before += [(block, layer.keep_residual), (module, layer.begin_pass)]
+            self._hooks.append(module.register_forward_hook(layer.check_attended))
+        for module, hook in before:
             self._hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-            self._hooks.append(module.register_forward_hook(hook.check_attended))
 
     def __iter__(self) -> Iterator[RoutedLayer]:
         return iter(self.layers)  # pyright: ignore[reportReturnType]
@@ -163,74 +159,35 @@ class Retrofit:
         for config, own in zip(self._configs, self._implementations, strict=True):
             config._attn_implementation_internal = implementation or own
 
-
-class _CacheHook:
-    """Before a pass of the decoder: its cache is one that keeps regimes, or an error says why."""
-
-    def __init__(self, owner: Retrofit, signature: inspect.Signature):
-        self.owner, self.signature = owner, signature
-
-    def __call__(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        given = self.signature.bind_partial(*args, **kwargs).arguments
+    def _prepare_cache(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Before a pass of the decoder: its cache keeps regimes, or an error says why not."""
+        given = self._signature.bind_partial(*args, **kwargs).arguments
         given |= given.pop("kwargs", {})
-        wanted = given.get("output_attentions")
-        if wanted is None:
-            wanted = getattr(module.config, "output_attentions", False)
-        if wanted and module.config._attn_implementation == NAME:
+
+        def wanted(name: str) -> Any:
+            value = given.get(name)
+            return getattr(module.config, name, False) if value is None else value
+
+        if wanted("output_attentions") and module.config._attn_implementation == NAME:
             raise ValueError(
                 "output_attentions must be False: no kernel holds the probabilities; "
                 'set_routing("dense") gives the model its own attention'
             )
-        cache, routing = given.get("past_key_values"), self.owner.routing
-        if routing == DENSE:
+        cache = given.get("past_key_values")
+        if self.routing == DENSE:
             if isinstance(cache, Cache) and any(
                 isinstance(layer, RegimeCacheLayer) for layer in cache.layers
             ):
                 raise ModelError("the cache keeps regimes; start with a new one under dense")
             return None
-        use_cache = given.get("use_cache")
-        if use_cache is None:
-            use_cache = getattr(module.config, "use_cache", False)
         if cache is None:
             # A pass that is to be differentiated has nothing to decode afterwards.
-            if not use_cache or torch.is_grad_enabled():
+            if not wanted("use_cache") or torch.is_grad_enabled():
                 return args, kwargs | {"use_cache": False}
             cache = DynamicCache()
             kwargs = kwargs | {"past_key_values": cache}
-        adopt_cache(cache, list(self.owner))
+        adopt_cache(cache, list(self))
         return args, kwargs
-
-
-class _ResidualHook:
-    """Before a block: the residual stream, for who looks on."""
-
-    def __init__(self, layer: RoutedLayer):
-        self.layer = layer
-
-    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        if self.layer.observer is not None:
-            self.layer.residual = args[0] if args else kwargs["hidden_states"]
-
-
-class _LayerHook:
-    """Before a layer attends: which part of the cache is its own. Afterwards: that it did."""
-
-    def __init__(self, layer: RoutedLayer):
-        self.layer = layer
-
-    def __call__(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-        cache = kwargs.get("past_key_values")
-        self.layer.cache = None
-        self.layer.waiting = module.config._attn_implementation == NAME
-        if cache is not None and self.layer.routing != DENSE:
-            self.layer.cache = cache.layers[self.layer.index]
-
-    def check_attended(self, module: nn.Module, args: tuple, output: Any) -> None:
-        if self.layer.waiting:
-            raise ModelError(
-                f"{type(module).__name__} does not call transformers' attention function, so that "
-                "its routers would have no effect; this model cannot be retrofitted"
-            )
 
 
 def _decoder(model: PreTrainedModel) -> Any:

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr
 from dataclasses import asdict, dataclass
-from io import StringIO
-from logging import ERROR, getLogger
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-from transformers.utils import logging
 
 from mosar.errors import ModelError
+from mosar.integrations.quiet import quiet
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +106,7 @@ def load_base(
             )
         options["gguf_file"] = files[0]
     try:
-        with _quiet():
+        with quiet():
             model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **options)
             reader = AutoTokenizer.from_pretrained(name, **options) if tokenizer else None
     except ImportError as error:
@@ -128,25 +124,6 @@ def load_base(
             f"cannot load {source}: {found}{type(error).__name__}: {_one_line(error)}"
         ) from None
     return model.eval(), reader
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the bars and the advice of loading; some of them know no switch."""
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    hub = getLogger("huggingface_hub")
-    hub_level = hub.level
-    hub.setLevel(ERROR)
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        with redirect_stderr(StringIO()):
-            yield
-    finally:
-        logging.set_verbosity(verbosity)
-        hub.setLevel(hub_level)
-        if bars:
-            logging.enable_progress_bar()
 
 
 def _one_line(error: Exception) -> str:

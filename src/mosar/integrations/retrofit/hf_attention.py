@@ -27,9 +27,8 @@ from mosar.attention import distance_attention, mosar_attention
 from mosar.core.routers import top1_routing
 from mosar.errors import ModelError
 from mosar.geometries import LayerRouting
-from mosar.integrations.retrofit.layer import RoutedLayer
+from mosar.integrations.retrofit.layer import NAME, RoutedLayer
 
-NAME = "mosar_retrofit"
 ATTRIBUTE = "mosar"
 # What some models add to attention, and our operators have no place for.
 _FOREIGN = ("s_aux", "position_bias", "head_mask", "cache")

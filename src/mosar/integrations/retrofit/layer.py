@@ -17,8 +17,11 @@ from torch import Tensor, nn
 
 from mosar.core.config import MoSARConfig
 from mosar.core.routers import PostPositionRouter
+from mosar.errors import ModelError
 from mosar.geometries import LayerRouting
 
+NAME = "mosar_retrofit"
+"""Of the attention function of routed layers, as transformers registers it."""
 # exp(-40) is far below the rounding of 1 in float32: the global regime has all of the probability.
 SATURATED = 40.0
 
@@ -97,6 +100,27 @@ class RoutedLayer(nn.Module):
         return LayerRouting(
             self.query_router(q.transpose(1, 2)), self.key_router(k.transpose(1, 2))
         )
+
+    def keep_residual(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Before a block: keeps the residual stream, while an observer looks on."""
+        if self.observer is not None:
+            self.residual = args[0] if args else kwargs["hidden_states"]
+
+    def begin_pass(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Before the module attends: which part of the cache is its own."""
+        cache = kwargs.get("past_key_values")
+        self.waiting = module.config._attn_implementation == NAME
+        self.cache = None
+        if cache is not None and self.routing != "dense":
+            self.cache = cache.layers[self.index]
+
+    def check_attended(self, module: nn.Module, args: tuple, output: Any) -> None:
+        """Afterwards: that it did."""
+        if self.waiting:
+            raise ModelError(
+                f"{type(module).__name__} does not call transformers' attention function, so that "
+                "its routers would have no effect; this model cannot be retrofitted"
+            )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RoutedLayer:
         # A copy of a model shares neither the cache of a pass that is over nor who looks on.
