@@ -86,7 +86,7 @@ class Decoder(nn.Module):
         if segment_ids is not None:
             _check_segments(segment_ids, tokens)
         if cache is not None:
-            self.check_cache(cache)
+            check_cache(cache, self.attention_config, len(self.layers))
         if routing not in ROUTINGS:
             raise ValueError(f"routing must be one of {ROUTINGS}, got {routing!r}")
         x = self.embedding(tokens) * self.model_config.hidden_size**0.5
@@ -112,10 +112,6 @@ class Decoder(nn.Module):
     def geometries(self) -> list[Geometry]:
         """One per layer."""
         return [cast(Any, layer).attention.geometry for layer in self.layers]
-
-    def check_cache(self, cache: RegimeCache | DenseCache) -> None:
-        """A ValueError for a cache of another model, and for one that is out of step."""
-        check_cache(cache, self.attention_config, len(self.layers))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [..., hidden_size] -> [..., vocab], by the embedding's own rows, soft-capped."""
@@ -255,7 +251,7 @@ def new_cache(
 def check_cache(
     cache: RegimeCache | DenseCache, attention: AttentionConfig, num_layers: int
 ) -> None:
-    """See `Decoder.check_cache`."""
+    """A ValueError for a cache of another model, and for one that is out of step."""
     kind = RegimeCache if attention.geometry_class.routed else DenseCache
     if not isinstance(cache, kind) or len(cache) != num_layers:
         raise ValueError(
@@ -289,7 +285,6 @@ def _placement(
     valid: Tensor | None,
     cache: RegimeCache | DenseCache | None,
 ) -> Placement:
-    """Positions count the valid tokens of a row, those in the cache first."""
     if segment_ids is not None:
         other = "a cache" if cache is not None else "valid" if valid is not None else None
         if other is not None:
@@ -302,12 +297,21 @@ def _placement(
             f"valid must be bool {list(tokens.shape)} like tokens, "
             f"got {list(valid.shape)} of {valid.dtype}"
         )
-    counted = torch.ones_like(tokens, dtype=torch.bool) if valid is None else valid
-    positions = counted.cumsum(dim=1) - 1
+    return {"key_positions": count_positions(tokens, valid, cache), "key_valid": valid}
+
+
+def count_positions(
+    tokens: Tensor, valid: Tensor | None, cache: RegimeCache | DenseCache | None
+) -> Tensor:
+    """Positions of tokens [B, T, ...] that count the valid ones of a row, those in the cache first.
+
+    Padding at the start of a row stands at its first token.
+    """
+    ones = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
+    positions = (ones if valid is None else valid).cumsum(dim=1) - 1
     if cache is not None and cache.batch_size == len(tokens):
         positions = positions + cache.lengths.to(tokens.device)[:, None]
-    # Padding at the start of a row stands at its first token.
-    return {"key_positions": positions.clamp_min(0), "key_valid": valid}
+    return positions.clamp_min(0)
 
 
 def _check_segments(segment_ids: Tensor, tokens: Tensor) -> None:

@@ -5,7 +5,8 @@ it. Figures come from the run's own records; what was not measured is said to be
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from mosar.attention import ROUTINGS
 from mosar.data.manifest import Manifest
@@ -13,32 +14,98 @@ from mosar.evaluation.loaded_run import LoadedRun
 from mosar.evaluation.store import EVALUATIONS
 from mosar.geometries import NATIVE
 from mosar.records import EvaluationRecord, RetrievalRecord, read_records
-from mosar.training.run_folder import METRICS, read_metrics
 from mosar.version import __version__
 
+_TEXTS: dict[str, Callable[[Any], str]] = {
+    "length": lambda r: f"{r.length:,}",
+    "routing": lambda r: r.routing,
+    "perplexity": lambda r: f"{r.perplexity:.2f}",
+    "loss": lambda r: f"{r.loss:.4f} ± {r.loss_stderr:.4f}",
+    "support density": lambda r: f"{r.density:.3f}",
+    "normalized reach": lambda r: _three(r.reach_soft if r.routing == "soft" else r.reach_top1),
+}
+_TASKS: dict[str, Callable[[Any], str]] = {
+    "task": lambda r: r.task,
+    "length": lambda r: f"{r.length:,}",
+    "routing": lambda r: r.routing,
+    "accuracy": lambda r: _three(r.accuracy),
+    "chance": lambda r: _three(r.chance),
+    "answers": lambda r: f"{r.answers:,}",
+}
+_CARD = """---
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+{tags}
+---
 
-def model_card(loaded: LoadedRun, manifest: Manifest | None, *, dtype: str, routing: str) -> str:
-    """The card as Markdown with the head that the Hugging Face Hub reads."""
-    variant = loaded.cell.variant
-    sections = [
-        _head(loaded),
-        f"# {variant}: a {_parameters(loaded)} language model with {_geometry(loaded)}",
-        _introduction(loaded, dtype, routing),
-        "## Use\n\n" + _use(loaded, manifest),
-        "## Training\n\n" + _training(loaded, manifest),
-        "## Results\n\n" + _results(loaded),
-    ]
-    return "\n\n".join(sections) + "\n"
+# {variant}: a {parameters} parameter language model with {kind} attention geometry
+
+{introduction}
+
+## Use
+
+{note}`pip install "mosar[hf]"`, then
+
+```python
+import mosar.integrations.hf  # the Auto classes learn of it
+from transformers import {names}
+
+{code}```
+
+## Training
+
+{training}
+
+## Results
+
+{results}
+"""
+_LOAD = 'model = AutoModelForCausalLM.from_pretrained("FOLDER")\n'
 
 
-def _head(loaded: LoadedRun) -> str:
-    tags = [
-        "mosar",
-        loaded.cell.variant,
-        *(["sparse-attention"] if loaded.geometry.routed else []),
-    ]
-    lines = ["library_name: transformers", "pipeline_tag: text-generation", "tags:"]
-    return "\n".join(["---", *lines, *(f"- {tag}" for tag in dict.fromkeys(tags)), "---"])
+def model_card(
+    loaded: LoadedRun,
+    manifest: Manifest | None,
+    metrics: Iterable[dict[str, Any]],
+    *,
+    dtype: str,
+    routing: str,
+) -> str:
+    """The card as Markdown with the head that the Hugging Face Hub reads.
+
+    metrics: the last line of each split.
+    """
+    routed, variant = loaded.geometry.routed, loaded.cell.variant
+    tags = dict.fromkeys(["mosar", variant, *(["sparse-attention"] if routed else [])])
+    code = _LOAD + ('model.set_routing("sparse")  # soft, top1 or sparse\n' if routed else "")
+    names, note = "AutoModelForCausalLM", "It has no tokenizer: it learnt a synthetic task.\n\n"
+    if manifest is not None:
+        names, note = "AutoModelForCausalLM, AutoTokenizer", ""
+        code = (
+            f'tokenizer = AutoTokenizer.from_pretrained("FOLDER")\n{code}'
+            'inputs = tokenizer("Once", return_tensors="pt")\n'
+            "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))\n"
+        )
+    return _CARD.format(
+        tags="\n".join(f"- {tag}" for tag in tags),
+        variant=variant,
+        parameters=_count(sum(parameter.numel() for parameter in loaded.decoder.parameters())),
+        kind="learned" if routed else "fixed",
+        introduction=_introduction(loaded, dtype, routing),
+        note=note,
+        names=names,
+        code=code,
+        training=_training(loaded, manifest),
+        results=_results(loaded, metrics),
+    )
+
+
+def _count(parameters: int) -> str:
+    for size, unit in ((1e9, "billion"), (1e6, "million"), (1e3, "thousand")):
+        if parameters >= size:
+            return f"{parameters / size:.1f} {unit}"
+    return str(parameters)
 
 
 def _introduction(loaded: LoadedRun, dtype: str, routing: str) -> str:
@@ -56,40 +123,6 @@ def _introduction(loaded: LoadedRun, dtype: str, routing: str) -> str:
     return (
         f"{text}. Routers give each token a reach ({regimes} tokens); the "
         f"model starts with `{routing}` routing, `model.set_routing` changes it."
-    )
-
-
-def _geometry(loaded: LoadedRun) -> str:
-    return "learned attention geometry" if loaded.geometry.routed else "fixed attention geometry"
-
-
-def _parameters(loaded: LoadedRun) -> str:
-    count = sum(parameter.numel() for parameter in loaded.decoder.parameters())
-    for size, unit in ((1e9, "billion"), (1e6, "million"), (1e3, "thousand")):
-        if count >= size:
-            return f"{count / size:.1f} {unit} parameter"
-    return f"{count} parameter"
-
-
-def _use(loaded: LoadedRun, manifest: Manifest | None) -> str:
-    sparse = (
-        'model.set_routing("sparse")  # soft, top1 or sparse\n' if loaded.geometry.routed else ""
-    )
-    if manifest is None:
-        body = f'model = AutoModelForCausalLM.from_pretrained("FOLDER")\n{sparse}'
-        names, note = "AutoModelForCausalLM", "It has no tokenizer: it learnt a synthetic task.\n\n"
-    else:
-        body = (
-            'tokenizer = AutoTokenizer.from_pretrained("FOLDER")\n'
-            f'model = AutoModelForCausalLM.from_pretrained("FOLDER")\n{sparse}'
-            'inputs = tokenizer("Once", return_tensors="pt")\n'
-            "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))\n"
-        )
-        names, note = "AutoModelForCausalLM, AutoTokenizer", ""
-    return (
-        f'{note}`pip install "mosar[hf]"`, then\n\n```python\n'
-        f"import mosar.integrations.hf  # the Auto classes learn of it\n"
-        f"from transformers import {names}\n\n{body}```"
     )
 
 
@@ -123,71 +156,30 @@ def _source(source: str) -> str:
     return source if source.startswith("hf:") else source.rstrip("/").rpartition("/")[2]
 
 
-def _results(loaded: LoadedRun) -> str:
-    parts = []
-    valid = _validation(loaded)
-    if valid is not None:
-        loss, step = valid
-        parts.append(
-            f"Validation loss at the training length after step {step:,}: {loss:.4f} "
-            f"(perplexity {math.exp(min(loss, 700)):.2f})."
-        )
+def _results(loaded: LoadedRun, metrics: Iterable[dict[str, Any]]) -> str:
+    parts = [
+        f"Validation loss at the training length after step {line['step']:,}: "
+        f"{line['lm_loss']:.4f} (perplexity {math.exp(min(line['lm_loss'], 700)):.2f})."
+        for line in metrics
+        if line["split"] == "valid"
+    ]
     records = _records(loaded)
-    texts = [record for record in records if isinstance(record, EvaluationRecord)]
-    tasks = [record for record in records if isinstance(record, RetrievalRecord)]
-    if texts:
-        parts.append(_text_table(texts))
-    if tasks:
-        parts.append(_task_table(tasks))
+    for kind, columns in ((EvaluationRecord, _TEXTS), (RetrievalRecord, _TASKS)):
+        rows = [
+            [show(record) for show in columns.values()]
+            for record in records
+            if isinstance(record, kind)
+        ]
+        if rows:
+            parts.append(_table(list(columns), rows))
+        if rows and columns is _TEXTS:
+            parts.append(
+                "Every length predicts the same validation text; ± is the standard error of the "
+                "mean."
+            )
     if not records:
         parts.append("This checkpoint was not evaluated; `mosar evaluate` does that.")
     return "\n\n".join(parts)
-
-
-def _text_table(records: Sequence[EvaluationRecord]) -> str:
-    head = ("length", "routing", "perplexity", "loss", "support density", "normalized reach")
-    rows = [
-        (
-            f"{record.length:,}",
-            record.routing,
-            f"{record.perplexity:.2f}",
-            f"{record.loss:.4f} ± {record.loss_stderr:.4f}",
-            f"{record.density:.3f}",
-            _reach(record),
-        )
-        for record in records
-    ]
-    note = "Every length predicts the same validation text; ± is the standard error of the mean."
-    return f"{_table(head, rows)}\n\n{note}"
-
-
-def _reach(record: EvaluationRecord) -> str:
-    reach = record.reach_soft if record.routing == "soft" else record.reach_top1
-    return "" if reach is None else f"{reach:.3f}"
-
-
-def _task_table(records: Sequence[RetrievalRecord]) -> str:
-    head = ("task", "length", "routing", "accuracy", "chance", "answers")
-    rows = [
-        (
-            record.task,
-            f"{record.length:,}",
-            record.routing,
-            f"{record.accuracy:.3f}",
-            f"{record.chance:.3f}",
-            f"{record.answers:,}",
-        )
-        for record in records
-    ]
-    return _table(head, rows)
-
-
-def _validation(loaded: LoadedRun) -> tuple[float, int] | None:
-    """The last validation loss up to the checkpoint, and its step."""
-    if not (loaded.run / METRICS).exists():
-        return None
-    lines = [line for line in read_metrics(loaded.run, "valid") if line["step"] <= loaded.step]
-    return (lines[-1]["lm_loss"], lines[-1]["step"]) if lines else None
 
 
 def _records(loaded: LoadedRun) -> list[EvaluationRecord | RetrievalRecord]:
@@ -206,6 +198,10 @@ def _records(loaded: LoadedRun) -> list[EvaluationRecord | RetrievalRecord]:
     ]
     order = (NATIVE, *ROUTINGS)
     return sorted(ours, key=lambda record: (record.length, order.index(record.routing)))
+
+
+def _three(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

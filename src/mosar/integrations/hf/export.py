@@ -33,7 +33,6 @@ from mosar.integrations.hf.folders import (
 from mosar.integrations.hf.model import MosarForCausalLM
 from mosar.integrations.hf.tokenizer import fast_tokenizer
 from mosar.integrations.quiet import quiet
-from mosar.training.config import RunConfig
 from mosar.training.run_folder import METRICS, read_metrics
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -77,7 +76,7 @@ def export_run(
         if tokenizer is not None:
             fast = fast_tokenizer(tokenizer, loaded.train_length)
             fast.save_pretrained(staging)
-        card = model_card(loaded, manifest, dtype=dtype, routing=routing)
+        card = model_card(loaded, manifest, origin["metrics"], dtype=dtype, routing=routing)
         write_synced(staging / CARD, card.encode())
         # transformers keeps weights to their owner; a model is made to be shared.
         (staging / WEIGHTS).chmod((staging / CONFIG).stat().st_mode)
@@ -89,27 +88,18 @@ def export_run(
 
 def provenance(loaded: LoadedRun) -> dict[str, Any]:
     """What `import_model` needs to make a run folder again; no path of this machine."""
+    run = loaded.config.to_dict()
+    run["data"]["folder"] = Path(run["data"]["folder"]).name
+    lines = read_metrics(loaded.run) if (loaded.run / METRICS).exists() else []
+    # The last one of each split up to the step.
+    metrics = {line["split"]: line for line in lines if line["step"] <= loaded.step}
     return {
-        "run": _portable(loaded.config),
+        "run": run,
         "step": loaded.step,
         "checkpoint": loaded.checksum,
         "data_fingerprint": loaded.data_fingerprint,
-        "metrics": _last_metrics(loaded),
+        "metrics": list(metrics.values()),
     }
-
-
-def _portable(config: RunConfig) -> dict[str, Any]:
-    values = config.to_dict()
-    values["data"]["folder"] = Path(config.data.folder).name
-    return values
-
-
-def _last_metrics(loaded: LoadedRun) -> list[dict[str, Any]]:
-    """The last line of each split up to the step."""
-    if not (loaded.run / METRICS).exists():
-        return []
-    last = {line["split"]: line for line in read_metrics(loaded.run) if line["step"] <= loaded.step}
-    return list(last.values())
 
 
 def _open_data(loaded: LoadedRun, data: Path | None) -> tuple[Manifest | None, Tokenizer | None]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mosar.core.layout import can_check_values
 from mosar.integrations.hf.cache import MosarCache
-from mosar.model.decoder import Placement
+from mosar.model.decoder import Placement, count_positions
 
 
 def place_tokens(
@@ -30,7 +30,8 @@ def place_tokens(
     if position_ids is None:
         if valid is None and cache is None:
             return {}
-        return {"key_positions": _count(tokens, valid, cache), "key_valid": valid}
+        positions = count_positions(tokens, valid, None if cache is None else cache.states)
+        return {"key_positions": positions, "key_valid": valid}
     if position_ids.dim() != 2 or tuple(position_ids.shape) not in ((rows, count), (1, count)):
         raise ValueError(
             f"position_ids must be [{rows}, {count}] like the tokens, "
@@ -79,15 +80,6 @@ def _valid(tokens: Tensor, mask: Tensor | None, cache: MosarCache | None) -> Ten
     valid = mask[:, -count:]
     # Without padding the kernels have less to look at.
     return None if can_check_values(valid) and bool(valid.all()) else valid
-
-
-def _count(tokens: Tensor, valid: Tensor | None, cache: MosarCache | None) -> Tensor:
-    """Positions that count the valid tokens of a row, padding at its start at 0, [B, T]."""
-    ones = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
-    positions = (ones if valid is None else valid).cumsum(dim=1) - 1
-    if cache is not None and cache.get_seq_length():
-        positions = positions + cache.states.lengths.to(tokens.device)[:, None]
-    return positions.clamp_min(0)
 
 
 def _place_texts(positions: Tensor) -> Placement:
