@@ -18,8 +18,7 @@ from mosar.errors import MosarError
 
 if TYPE_CHECKING:
     from mosar.generation.source import Source
-    from mosar.model.generation import MeasuredReader
-    from mosar.model.generation import Sampling
+    from mosar.model.generation import MeasuredReader, Sampling
 
 
 @command("generate")
