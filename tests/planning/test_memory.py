@@ -5,12 +5,10 @@ import torch
 
 from mosar.kernels.native import native_obstacle
 from mosar.model.decoder import Decoder
-from mosar.model.parameters import parameter_parts, total
 from mosar.planning.density import DensityCurve, Point, outer
 from mosar.planning.memory import activation_bytes, cache_bytes, layer_bytes, loss_bytes
 from mosar.planning.plan import PEAK, make_plan
 from mosar.training.batches import open_batches
-from mosar.training.config import changed_config
 from mosar.training.distributed.mesh import Mesh
 from mosar.training.learner import Learner
 from mosar.training.objective import Objective
@@ -108,14 +106,6 @@ def test_parameters_gradients_and_optimizer():
     assert plan.value(section, "optimizer") == sum(t.nbytes for t in state)
 
 
-def test_tensor_ranks_divide_heads_and_not_the_stream():
-    config = small_config("rope")
-    model, ranks = config.model, Mesh(tensor=2)
-    alone, split = layer_bytes(config, ALONE), layer_bytes(config, ranks)
-    stream = 4 * (6 * model.hidden_size + 4)
-    assert split - stream == pytest.approx((alone - stream) / 2)
-
-
 @torch.no_grad()
 def routed_model(length, *changes):
     """A model whose routers choose all regimes, and what they chose for a text."""
@@ -166,12 +156,3 @@ def test_the_dense_cache_is_exact():
     with torch.no_grad():
         decoder(torch.zeros(1, 96, dtype=torch.long), cache=cache)
     assert cache.used_bytes == cache_bytes(config, ALONE, 96, by_regime=False)
-
-
-def test_a_pass_of_less_tokens_needs_less():
-    config = small_config()
-    changed = changed_config(config, ["train.micro_batch=1"])
-    section, name = "memory of a rank, training", "activations"
-    full, less = (make_plan(c, context=64, gpus=1).value(section, name) for c in (config, changed))
-    assert full == 4 * less
-    assert total(parameter_parts(config.model, config.attention)) > 0

@@ -19,30 +19,26 @@ from mosar.training.distributed.mesh import Mesh
 from mosar.training.presets import PRESETS
 from planning.configs import small_config
 
+ROUTERS = ("routing_groups=2", "router_hidden=7", "num_sinks=3")
 
-@pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_count_is_the_models(variant, preset):
-    config = small_config(variant, preset)
+
+@pytest.mark.parametrize(
+    ("variant", "preset", "changes"),
+    [
+        *((variant, preset, ()) for variant in VARIANTS for preset in PRESETS),
+        *(("mosar", "smoke", (f"attention.{change}",)) for change in ROUTERS),
+    ],
+)
+def test_count_is_the_models(variant, preset, changes):
+    config = small_config(variant, preset, *changes)
     with torch.device("meta"):
         decoder = Decoder(config.model, config.attention)
     parts = parameter_parts(config.model, config.attention)
     assert total(parts) == sum(p.numel() for p in decoder.parameters())
     in_layers = sum(p.numel() for p in decoder.layers.parameters())
     assert total(part for part in parts if part.place != "root") == in_layers
-
-
-@pytest.mark.parametrize("change", ["routing_groups=2", "router_hidden=7", "num_sinks=3"])
-def test_count_follows_the_routers_settings(change):
-    config = small_config("mosar", "smoke", f"attention.{change}")
-    decoder = Decoder(config.model, config.attention)
-    parts = parameter_parts(config.model, config.attention)
-    assert total(parts) == sum(p.numel() for p in decoder.parameters())
-
-
-def test_the_papers_model_without_routers():
-    config = small_config("rope", "paper")
-    assert total(parameter_parts(config.model, config.attention)) == 800_138_240
+    if (variant, preset) == ("rope", "paper"):
+        assert total(parts) == 800_138_240
 
 
 def test_ranks_hold_their_part():
@@ -71,14 +67,6 @@ def test_operations_are_those_that_torch_counts(variant):
     assert counted == tokens.numel() * ours
 
 
-def test_attention_grows_with_its_pairs():
-    model = small_config().model
-    pairs = sum(range(1, 11)) / 10
-    assert causal_pairs(10) == pairs
-    one = 2 * (2 * model.head_dim) * model.num_heads * model.num_layers
-    assert attention_flops(model, pairs) == one * pairs
-
-
 def test_training_counts_what_is_computed_again():
     config = small_config()
     plain = training_flops(config, 64)
@@ -103,12 +91,7 @@ def test_a_tensor_rank_computes_what_it_holds():
     hidden, regimes = 64, 3
     routers = hidden * (query / 4 + key) + 2 * hidden * regimes
     assert router_flops(config, four) == 2 * model.num_layers * routers
+    grouped = small_config("mosar", "smoke", "attention.routing_groups=2")
+    assert router_flops(grouped, Mesh(tensor=2)) == router_flops(grouped) / 2
     alone = attention_flops(model, 10)
     assert attention_flops(model, 10, four) == alone / 4
-
-
-def test_routing_groups_are_divided_whole():
-    config = small_config("mosar", "smoke", "attention.routing_groups=2")
-    parts = parameter_parts(config.model, config.attention)
-    assert {part.split for part in parts if part.place == "geometry"} == {"heads", "keys"}
-    assert router_flops(config, Mesh(tensor=2)) == router_flops(config) / 2

@@ -257,29 +257,6 @@ def _mean(matrices: Sequence[Matrix]) -> Matrix:
     )
 
 
-def encode_curves(curves: dict[str, DensityCurve]) -> str:
-    """As `density.json` holds them, a point a line."""
-    encoded = []
-    for name, curve in curves.items():
-        points = [
-            json.dumps(
-                {
-                    "factor": point.factor,
-                    "density": None if point.density is None else round(point.density, 6),
-                    "pairs": [[round(entry, 6) for entry in row] for row in point.pairs],
-                }
-            )
-            for point in curve.points
-        ]
-        listed = ",\n  ".join(points)
-        geometry = "null" if curve.geometry is None else curve.geometry.to_json()
-        encoded.append(
-            f' {json.dumps(name)}: {{"source": {json.dumps(curve.source)}, '
-            f'"geometry": {geometry},\n  "points": [\n  {listed}\n ]}}'
-        )
-    return "{\n" + ",\n".join(encoded) + "\n}\n"
-
-
 def _decode(name: str, values: dict[str, Any]) -> DensityCurve:
     points = [
         Point(p["factor"], tuple(tuple(row) for row in p["pairs"]), p["density"])

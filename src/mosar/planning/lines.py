@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
+Unit = Literal["", "B", "FLOP", "%"]
 Basis = Literal["exact", "measured", "modelled"]
 BASES: dict[Basis, str] = {
     "exact": "follows from the configuration alone; tests compare it with the real model",
@@ -18,13 +19,10 @@ class Line:
     section: str
     name: str
     value: float
-    unit: Literal["", "B", "FLOP", "%", "pairs"]
+    unit: Unit
     basis: Basis
     how: str
     """In a few words: the rule, or where it was measured."""
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 _SCALES = {

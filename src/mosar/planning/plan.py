@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mosar.errors import PlanError
-from mosar.planning import flops, memory
 from mosar.planning.density import DensityCurve
 from mosar.planning.lines import BASES, Basis, Line, say
 from mosar.planning.mesh import fitting_meshes
-from mosar.planning.sections import PEAK, Batch, Case, density, every_line
+from mosar.planning.sections import PEAK, Batch, Case, every_line
 from mosar.training.config import RunConfig
 from mosar.training.distributed.mesh import Mesh
 from mosar.training.distributed.share import pass_size
@@ -62,7 +61,7 @@ class Plan:
             "mesh": self.mesh._asdict(),
             "batch": vars(self.batch),
             "bases": dict(BASES),
-            "lines": [line.to_dict() for line in self.lines],
+            "lines": [vars(line) for line in self.lines],
             "attention_by_context": [vars(cost) for cost in self.costs],
             "notes": list(self.notes),
             "config": self.config.to_dict(),
@@ -74,26 +73,24 @@ def make_plan(
     *,
     context: int,
     gpus: int,
-    data: int | None = None,
-    shard: int | None = None,
-    tensor: int | None = None,
     windows: int | None = None,
     limit: float | None = None,
     curves: Sequence[DensityCurve] = (),
-    contexts: Sequence[int] | None = None,
+    **sizes: int | None,
 ) -> Plan:
     """The plan of `config` at a context; the first of `curves` is the one that lines use.
 
-    `limit`: bytes that a rank has. Sizes of the mesh that are not given are chosen: the simplest
-    mesh whose memory stays below the limit.
+    `limit`: bytes that a rank has. `sizes`: of the mesh, `data`, `shard` and `tensor`; those that
+    are not given are chosen: the simplest mesh whose memory stays below the limit.
     """
     if context < 1:
         raise PlanError(f"--context must be at least 1, got {context}")
     best: Plan | None = None
     refused: PlanError | None = None
-    for mesh in fitting_meshes(config.model, config.attention, gpus, data, shard, tensor):
+    given = {axis: size for axis, size in sizes.items() if size is not None}
+    for mesh in fitting_meshes(config, gpus, given):
         try:
-            plan = _plan(config, mesh, context, windows, curves, contexts)
+            plan = _plan(config, mesh, context, windows, curves)
         except PlanError as error:
             refused = refused or error
             continue
@@ -119,16 +116,13 @@ def _plan(
     context: int,
     windows: int | None,
     curves: Sequence[DensityCurve],
-    contexts: Sequence[int] | None,
 ) -> Plan:
     notes: list[str] = []
     batch = _batch(config, mesh, windows, notes)
-    lines = every_line(Case(config, mesh, context, batch, curves))
-    if contexts is None:
-        contexts = [max(1, round(f * config.model.max_length)) for f in FACTORS]
-    costs = [
-        _cost(config, mesh, n, curve) for curve in curves or [None] for n in sorted(set(contexts))
-    ]
+    each = curves or [None]
+    lines = every_line(Case(config, mesh, context, batch, each[0]))
+    contexts = sorted({max(1, round(f * config.model.max_length)) for f in FACTORS})
+    costs = [_cost(Case(config, mesh, n, batch, curve)) for curve in each for n in contexts]
     return Plan(config, mesh, context, batch, tuple(lines), tuple(costs), tuple(notes))
 
 
@@ -152,27 +146,17 @@ def _batch(config: RunConfig, mesh: Mesh, windows: int | None, notes: list[str])
     return Batch(windows, size, own // size)
 
 
-def _cost(config: RunConfig, mesh: Mesh, context: int, curve: DensityCurve | None) -> Cost:
-    model = config.model
-    rho, basis, _ = density(config, context, curve)
-    dense = flops.attention_flops(model, flops.causal_pairs(context))
-    rest = flops.matrix_flops(config) + flops.router_flops(config)
-    routed = config.attention.geometry_class.routed and curve is not None
-    mosar = config.attention.mosar_config(model.max_length)
-    dense_cache = memory.cache_bytes(config, mesh, context, by_regime=False)
-    cache = dense_cache
-    if routed:
-        assert curve is not None
-        keys = curve.kept_keys(mosar, context)
-        cache = memory.cache_bytes(config, mesh, keys, by_regime=True)
+def _cost(case: Case) -> Cost:
+    rho, basis, _ = case.density
+    sparse = rho * case.dense_flops
     return Cost(
-        curve=curve.name if routed and curve is not None else config.variant,
-        context=context,
-        dense=dense,
-        sparse=rho * dense,
+        curve=case.config.variant if case.curve is None else case.curve.name,
+        context=case.context,
+        dense=case.dense_flops,
+        sparse=sparse,
         density=rho,
         basis=basis,
-        share=rho * dense / (rest + rho * dense),
-        cache=cache,
-        dense_cache=dense_cache,
+        share=sparse / (case.other_flops + sparse),
+        cache=case.cache,
+        dense_cache=case.dense_cache,
     )

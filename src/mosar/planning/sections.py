@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-from mosar.model.parameters import parameter_parts, total
+from mosar.core.config import MoSARConfig
+from mosar.model.parameters import Part, parameter_parts, total
 from mosar.planning import communication, flops, memory
 from mosar.planning.density import DensityCurve, covered
-from mosar.planning.lines import Basis, Line
+from mosar.planning.lines import Basis, Line, Unit
 from mosar.planning.parameters import tensor_part
 from mosar.training.config import RunConfig
 from mosar.training.distributed.mesh import Mesh
 
 PEAK = ("memory of a rank, training", "sum")
+Row = tuple[str, float, Unit, Basis, str]
+"""A line without its section."""
 
 
 @dataclass(frozen=True)
@@ -28,199 +31,190 @@ class Batch:
 
 @dataclass(frozen=True)
 class Case:
-    """What a plan is of; the first of `curves` is the one that lines use."""
+    """What the lines of a plan are of."""
 
     config: RunConfig
     mesh: Mesh
     context: int
     batch: Batch
-    curves: Sequence[DensityCurve]
-
-    @property
-    def curve(self) -> DensityCurve | None:
-        return self.curves[0] if self.curves else None
+    curve: DensityCurve | None
+    """What the routers choose; None: there are none, or it is not known."""
 
     @property
     def rank_tokens(self) -> int:
         """That one rank sees in an update."""
         return self.batch.pass_windows * self.batch.passes * self.context
 
+    @property
+    def mosar(self) -> MoSARConfig:
+        return self.config.attention.mosar_config(self.config.model.max_length)
+
+    @cached_property
+    def parts(self) -> list[Part]:
+        return parameter_parts(self.config.model, self.config.attention)
+
+    @property
+    def rank_parameters(self) -> float:
+        return tensor_part(self.parts, self.config.model, self.mesh) / self.mesh.shard
+
+    @property
+    def dense_flops(self) -> float:
+        """Attention over all causal pairs, a token, forward."""
+        return flops.attention_flops(self.config.model, flops.causal_pairs(self.context))
+
+    @property
+    def other_flops(self) -> float:
+        """Everything but attention, a token, forward."""
+        return flops.matrix_flops(self.config) + flops.router_flops(self.config)
+
+    @cached_property
+    def density(self) -> tuple[float, Basis, str]:
+        """The share of causal pairs that sparse routing evaluates, and how it is known."""
+        if self.curve is not None:
+            return self.curve.density(self.mosar, self.context)
+        geometry = self.config.attention.build(self.config.model.head_shape)
+        if geometry.routed:
+            return 1.0, "modelled", "no density curve given"
+        band = geometry.band("sparse")
+        if band is None:
+            return 1.0, "exact", "this geometry evaluates every causal pair"
+        return covered(band, self.context), "exact", f"a band of {band:g} tokens"
+
+    @property
+    def dense_cache(self) -> float:
+        return memory.cache_bytes(self.config, self.mesh, self.context, by_regime=False)
+
+    @property
+    def kept_keys(self) -> float | None:
+        """Keys of a layer that a cache with eviction holds; None without a curve."""
+        return None if self.curve is None else self.curve.kept_keys(self.mosar, self.context)
+
+    @property
+    def cache(self) -> float:
+        """Bytes of the KV cache, by regime where there is a curve."""
+        if self.kept_keys is None:
+            return self.dense_cache
+        return memory.cache_bytes(self.config, self.mesh, self.kept_keys, by_regime=True)
+
 
 def every_line(case: Case) -> list[Line]:
-    sections = (_parameters, _operations, _memory, _cache, _communication)
-    return [line for section in sections for line in section(case)]
+    sections = {
+        "parameters": _parameters,
+        "operations of a token": _operations,
+        PEAK[0]: _memory,
+        "KV cache of a sequence, a rank": _cache,
+        "sent by a rank in an update": _communication,
+    }
+    return [Line(section, *row) for section, rows in sections.items() for row in rows(case)]
 
 
-def _parameters(case: Case) -> list[Line]:
-    config, mesh = case.config, case.mesh
-    parts = parameter_parts(config.model, config.attention)
-    lines = [
-        Line("parameters", part.name, part.count, "", "exact", _split_of(part.split, mesh))
-        for part in parts
-    ]
-    rank = tensor_part(parts, config.model, mesh) / mesh.shard
-    without = total(part for part in parts if part.place != "root")
+def _with_sum(rows: list[Row], how: str) -> list[Row]:
+    return [*rows, (PEAK[1], sum(row[1] for row in rows), "B", "modelled", how)]
+
+
+def _parameters(case: Case) -> list[Row]:
+    layers = total(part for part in case.parts if part.place != "root")
+    padding = "tensor and shard divide them; padding of uneven parts left out"
     return [
-        *lines,
-        Line("parameters", "all", total(parts), "", "exact", "the model's own count"),
-        Line("parameters", "in layers", without, "", "exact", "without embedding, final norm"),
-        Line(
-            *("parameters", "on a rank", round(rank), "", "exact"),
-            "tensor and shard divide them; padding of uneven parts left out",
-        ),
+        *((part.name, part.count, "", "exact", _held(part, case.mesh)) for part in case.parts),
+        ("all", total(case.parts), "", "exact", "the model's own count"),
+        ("in layers", layers, "", "exact", "without embedding, final norm"),
+        ("on a rank", round(case.rank_parameters), "", "exact", padding),
     ]
 
 
-def _split_of(split: str, mesh: Mesh) -> str:
+def _held(part: Part, mesh: Mesh) -> str:
     if mesh.tensor == 1:
         return "counted"
     return {
         "whole": "counted; whole on every tensor rank",
         "heads": f"counted; 1/{mesh.tensor} on a tensor rank",
         "keys": "counted; divided while there are as many key heads as tensor ranks",
-    }[split]
+    }[part.split]
 
 
-def _operations(case: Case) -> list[Line]:
-    config, context, mesh = case.config, case.context, case.mesh
-    section = "operations of a token"
+def _operations(case: Case) -> list[Row]:
+    config, mesh = case.config, case.mesh
     matrices, routers = flops.matrix_flops(config), flops.router_flops(config)
-    dense = flops.attention_flops(config.model, flops.causal_pairs(context))
-    rho, basis, how = density(config, context, case.curve)
+    dense, other = case.dense_flops, case.other_flops
+    rho, basis, how = case.density
     again = ", layers computed twice" if config.train.checkpoint_activations else ""
-    tokens, ranks = case.batch.windows * context, mesh.num_processes
-    own = flops.training_flops(config, context, mesh) * case.rank_tokens
+    ranks, tokens = mesh.num_processes, case.batch.windows * case.context
+    own = flops.training_flops(config, case.context, mesh) * case.rank_tokens
     whole = "; each tensor rank computes all logits" if mesh.tensor > 1 else ""
-    return [
-        Line(section, "matrices, forward", matrices, "FLOP", "exact", "2 a weight that is used"),
-        Line(section, "routers, forward", routers, "FLOP", "exact", "both, all layers"),
-        Line(section, "attention, all causal pairs", dense, "FLOP", "exact", "mean over a context"),
-        Line(section, "support density", 100 * rho, "%", basis, how),
-        Line(
-            section, "attention, sparse support", rho * dense, "FLOP", basis, "density x the above"
-        ),
-        Line(
-            *(section, "forward, all pairs", matrices + routers + dense, "FLOP", "exact"),
-            "soft and top1 routing",
-        ),
-        Line(
-            *(section, "forward, sparse support", matrices + routers + rho * dense, "FLOP", basis),
+    every = flops.attention_flops(config.model, case.context)
+    rows: list[Row] = [
+        ("matrices, forward", matrices, "FLOP", "exact", "2 a weight that is used"),
+        ("routers, forward", routers, "FLOP", "exact", "both, all layers"),
+        ("attention, all causal pairs", dense, "FLOP", "exact", "mean over a context"),
+        ("support density", 100 * rho, "%", basis, how),
+        ("attention, sparse support", rho * dense, "FLOP", basis, "density x the above"),
+        ("forward, all pairs", other + dense, "FLOP", "exact", "soft and top1 routing"),
+        (
+            "forward, sparse support",
+            other + rho * dense,
+            "FLOP",
+            basis,
             "sparse routing (inference)",
         ),
-        *_next_token(case, section),
-        Line(
-            *(section, "training", flops.training_flops(config, context), "FLOP", "modelled"),
-            f"soft routing sees all pairs; backward 2x, attention 2.5x{again}",
-        ),
-        Line(
-            *(section, "an update, a rank", own, "FLOP", "modelled"),
-            f"{tokens:,} tokens over {ranks} rank{'s' * (ranks > 1)}{whole}",
-        ),
+        ("next token's attention, all keys", every, "FLOP", "exact", "decoding"),
     ]
+    if case.curve is not None:
+        keys = case.curve.last_keys(case.mosar, case.context)
+        reads = flops.attention_flops(config.model, keys)
+        how = f"{keys:,.0f} keys; {case.curve.source}"
+        rows.append(("next token's attention, sparse", reads, "FLOP", "modelled", how))
+    training = flops.training_flops(config, case.context)
+    how = f"soft routing sees all pairs; backward 2x, attention 2.5x{again}"
+    rows.append(("training", training, "FLOP", "modelled", how))
+    how = f"{tokens:,} tokens over {ranks} rank{'s' * (ranks > 1)}{whole}"
+    return [*rows, ("an update, a rank", own, "FLOP", "modelled", how)]
 
 
-def _next_token(case: Case, section: str) -> list[Line]:
-    """Attention of the token that follows the context, as decoding computes it."""
-    model, curve = case.config.model, case.curve
-    every = flops.attention_flops(model, case.context)
-    lines = [
-        Line(section, "next token's attention, all keys", every, "FLOP", "exact", "decoding"),
-    ]
-    if case.config.attention.geometry_class.routed and curve is not None:
-        mosar = case.config.attention.mosar_config(model.max_length)
-        keys = curve.last_keys(mosar, case.context)
-        name, how = "next token's attention, sparse", f"{keys:,.0f} keys; {curve.source}"
-        reads = flops.attention_flops(model, keys)
-        lines.append(Line(section, name, reads, "FLOP", "modelled", how))
-    return lines
-
-
-def _memory(case: Case) -> list[Line]:
-    config, mesh = case.config, case.mesh
-    own = (
-        tensor_part(parameter_parts(config.model, config.attention), config.model, mesh)
-        / mesh.shard
-    )
+def _memory(case: Case) -> list[Row]:
+    config, mesh, own = case.config, case.mesh, case.rank_parameters
     tokens = case.batch.pass_windows * case.context
-    kept = (
-        "inputs of layers, and one layer whole"
-        if config.train.checkpoint_activations
-        else "tensors that all layers save"
-    )
-    rows: list[tuple[str, float, Basis, str]] = [
-        ("parameters", 4 * own, "exact", "float32"),
-        ("gradients", 4 * own, "exact", "float32"),
-        ("optimizer", 8 * own, "exact", "AdamW: two numbers a parameter, float32"),
-        (
-            *("activations", memory.activation_bytes(config, mesh, tokens), "modelled"),
-            f"{kept}, {tokens:,} tokens a pass",
-        ),
-        (
-            *("loss", memory.loss_bytes(config, tokens), "modelled"),
-            "gradients of head and hidden states",
-        ),
-        (
-            *("logits", memory.logits_bytes(config, tokens), "modelled"),
-            "a chunk of train.loss_chunk tokens",
-        ),
+    kept = "tensors that all layers save"
+    if config.train.checkpoint_activations:
+        kept = "inputs of layers, and one layer whole"
+    activations = memory.activation_bytes(config, mesh, tokens)
+    loss, logits = memory.loss_bytes(config, tokens), memory.logits_bytes(config, tokens)
+    rows: list[Row] = [
+        ("parameters", 4 * own, "B", "exact", "float32"),
+        ("gradients", 4 * own, "B", "exact", "float32"),
+        ("optimizer", 8 * own, "B", "exact", "AdamW: two numbers a parameter, float32"),
+        ("activations", activations, "B", "modelled", f"{kept}, {tokens:,} tokens a pass"),
+        ("loss", loss, "B", "modelled", "gradients of head and hidden states"),
+        ("logits", logits, "B", "modelled", "a chunk of train.loss_chunk tokens"),
     ]
     if narrow := memory.narrow_weight_bytes(config, mesh):
-        rows.append(("bfloat16 copies", narrow, "modelled", "autocast keeps them for a pass"))
+        rows.append(("bfloat16 copies", narrow, "B", "modelled", "autocast keeps them for a pass"))
     if mesh.shard > 1:
-        rows.append(
-            (
-                *("gathered by FSDP", memory.gathered_bytes(config, mesh), "modelled"),
-                "embedding, two layers, one layer's gradients",
-            )
-        )
-    lines = [Line(PEAK[0], name, value, "B", basis, how) for name, value, basis, how in rows]
-    whole = sum(line.value for line in lines)
-    return [*lines, Line(*PEAK, whole, "B", "modelled", "allocator and network buffers left out")]
+        how = "embedding, two layers, one layer's gradients"
+        rows.append(("gathered by FSDP", memory.gathered_bytes(config, mesh), "B", "modelled", how))
+    return _with_sum(rows, "allocator and network buffers left out")
 
 
-def _cache(case: Case) -> list[Line]:
-    config, mesh, context = case.config, case.mesh, case.context
-    section = "KV cache of a sequence, a rank"
-    dense = memory.cache_bytes(config, mesh, context, by_regime=False)
-    lines = [Line(section, "every key", dense, "B", "exact", f"{context:,} keys a layer")]
-    if config.attention.geometry_class.routed and case.curve is not None:
-        keys = case.curve.kept_keys(config.attention.mosar_config(config.model.max_length), context)
-        kept = memory.cache_bytes(config, mesh, keys, by_regime=True)
-        how = f"{keys:,.0f} keys a layer that a later token can read; {case.curve.source}"
-        lines.append(Line(section, "sparse routing, evicting", kept, "B", "modelled", how))
-    return lines
-
-
-def _communication(case: Case) -> list[Line]:
-    section = "sent by a rank in an update"
-    config, mesh, passes = case.config, case.mesh, case.batch.passes
-    sent = [
-        ("data", communication.data_bytes(config, mesh, passes), "all-reduce of gradients"),
-        (
-            *("shard", communication.shard_bytes(config, mesh, passes)),
-            "layers gathered twice, the rest once, gradients scattered, "
-            f"{passes} pass{'es' * (passes > 1)}",
-        ),
-        (
-            *("tensor", communication.tensor_bytes(config, mesh, case.rank_tokens)),
-            "activations of every layer",
-        ),
+def _cache(case: Case) -> list[Row]:
+    rows: list[Row] = [
+        ("every key", case.dense_cache, "B", "exact", f"{case.context:,} keys a layer")
     ]
-    lines = [Line(section, name, value, "B", "modelled", how) for name, value, how in sent]
-    whole = sum(line.value for line in lines)
-    return [*lines, Line(section, "sum", whole, "B", "modelled", "ring algorithms")]
+    if case.curve is not None:
+        how = f"{case.kept_keys:,.0f} keys a layer that a later token can read; {case.curve.source}"
+        rows.append(("sparse routing, evicting", case.cache, "B", "modelled", how))
+    return rows
 
 
-def density(
-    config: RunConfig, context: int, curve: DensityCurve | None
-) -> tuple[float, Basis, str]:
-    """The share of causal pairs that sparse routing evaluates."""
-    geometry = config.attention.build(config.model.head_shape)
-    if geometry.routed:
-        if curve is None:
-            return 1.0, "modelled", "no density curve given"
-        return curve.density(config.attention.mosar_config(config.model.max_length), context)
-    band = geometry.band("sparse")
-    if band is None:
-        return 1.0, "exact", "this geometry evaluates every causal pair"
-    return covered(band, context), "exact", f"a band of {band:g} tokens"
+def _communication(case: Case) -> list[Row]:
+    config, mesh, passes = case.config, case.mesh, case.batch.passes
+    data = communication.data_bytes(config, mesh, passes)
+    shard = communication.shard_bytes(config, mesh, passes)
+    tensor = communication.tensor_bytes(config, mesh, case.rank_tokens)
+    gathers = "layers gathered twice, the rest once, gradients scattered, "
+    gathers += f"{passes} pass{'es' * (passes > 1)}"
+    rows: list[Row] = [
+        ("data", data, "B", "modelled", "all-reduce of gradients"),
+        ("shard", shard, "B", "modelled", gathers),
+        ("tensor", tensor, "B", "modelled", "activations of every layer"),
+    ]
+    return _with_sum(rows, "ring algorithms")
