@@ -1,6 +1,7 @@
 """A small corpus and runs trained on it for a few steps, each made once."""
 
 import shutil
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,11 @@ SHORT = (
     *("train.steps=6", "train.warmup_steps=2", "train.checkpoint_every=3", "train.eval_every=6"),
     *("model.hidden_size=32", "model.head_dim=8", "model.ffn_size=48", "train.keep_last=3"),
 )
+SMALL_TASK = (
+    *("train.steps=2", "train.warmup_steps=1", "train.micro_batch=2", "train.eval_batches=1"),
+    *("model.max_length=64", "model.hidden_size=16", "model.num_heads=2", "model.num_kv_heads=1"),
+    *("model.head_dim=8", "model.ffn_size=16", "model.num_layers=1"),
+)
 
 
 @pytest.fixture(scope="session")
@@ -29,17 +35,15 @@ def dataset(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def trained(dataset, tmp_path_factory):
     """The run folder of a variant with changes, trained once; only to be read."""
-    made: dict[tuple[str, ...], Path] = {}
 
+    @cache
     def make(variant: str = "mosar", *changes: str) -> Path:
-        if (variant, *changes) not in made:
-            config = resolve_config(
-                variant=variant, preset="smoke", data=dataset, changes=[*SHORT, *changes]
-            )
-            out = tmp_path_factory.mktemp("runs") / f"{variant}-{len(made)}"
-            train(config, out, progress=False)
-            made[variant, *changes] = out
-        return made[variant, *changes]
+        config = resolve_config(
+            variant=variant, preset="smoke", data=dataset, changes=[*SHORT, *changes]
+        )
+        out = tmp_path_factory.mktemp("runs") / variant
+        train(config, out, progress=False)
+        return out
 
     return make
 
@@ -73,5 +77,22 @@ def scattered(loaded):
                     noise = torch.randn(parameter.shape, generator=generator)
                     parameter.add_(noise, alpha=1.0 if "router" in name else 0.3)
         return made
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def task_run(tmp_path_factory):
+    """The run folder of a task, hardly trained, made once."""
+
+    @cache
+    def make(task: str, variant: str = "mosar") -> Path:
+        changes = [*SMALL_TASK, f"data.task={task}"]
+        config = resolve_config(
+            variant=variant, preset="retrieval", data="nowhere", changes=changes
+        )
+        out = tmp_path_factory.mktemp(task) / variant
+        train(config, out, progress=False)
+        return out
 
     return make

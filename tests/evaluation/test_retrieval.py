@@ -15,33 +15,7 @@ from mosar.evaluation.retrieval import (
     distance_bounds,
     evaluate_retrieval,
 )
-from mosar.records import Cell, RetrievalRecord, read_records
-from mosar.training.config import resolve_config
-from mosar.training.loop import train
-
-SMALL = (
-    *("train.steps=2", "train.warmup_steps=1", "train.micro_batch=2", "train.eval_batches=1"),
-    *("model.max_length=64", "model.hidden_size=16", "model.num_heads=2", "model.num_kv_heads=1"),
-    *("model.head_dim=8", "model.ffn_size=16", "model.num_layers=1"),
-)
-
-
-@pytest.fixture(scope="module")
-def task_run(tmp_path_factory):
-    """A run folder of a task, hardly trained."""
-
-    def make(task, variant="mosar"):
-        config = resolve_config(
-            variant=variant,
-            preset="retrieval",
-            data="nowhere",
-            changes=[*SMALL, f"data.task={task}"],
-        )
-        out = tmp_path_factory.mktemp(task) / variant
-        train(config, out, progress=False)
-        return out
-
-    return make
+from mosar.records import RetrievalRecord
 
 
 class Oracle:
@@ -104,14 +78,6 @@ def test_bounds_hold_every_distance_and_end_at_the_reaches(length):
         assert {17, 25} <= set(bounds)
 
 
-def test_groups():
-    distances = torch.tensor([1, 2, 3, 4, 5, 8, 9])
-    right = torch.tensor([1, 0, 1, 0, 1, 1, 0], dtype=torch.bool)
-    assert by_distance(right, distances, [1, 2, 3, 5, 9, 17, 33]) == [
-        *([1, 2, 1.0, 1], [2, 3, 0.0, 1], [3, 5, 0.5, 2], [5, 9, 1.0, 2], [9, 17, 0.0, 1]),
-    ]
-
-
 @pytest.mark.parametrize("task", TASKS)
 def test_a_run_of_a_task_is_asked(task, task_run):
     folder = task_run(task)
@@ -127,10 +93,7 @@ def test_a_run_of_a_task_is_asked(task, task_run):
         weighed = sum(row[2] * row[3] for row in record.by_distance)
         assert record.accuracy == pytest.approx(weighed / record.answers)
         assert record.reaches == {"S": 4.0, "M": 16.0, "G": 64.0}
-        path = (
-            folder / "evaluations" / f"step-00000002-len-{record.length:05d}-{record.routing}.json"
-        )
-        assert read_records(path) == [record]
+        assert record.chance == (1 / 8 if task == "recall" else 1 / 256)
     assert evaluate(folder, tokens=512, progress=False) == records
     assert evaluate(folder, tokens=256, progress=False) != records
 
@@ -138,31 +101,13 @@ def test_a_run_of_a_task_is_asked(task, task_run):
 def test_accuracy_is_that_of_the_decoder(task_run):
     loaded = LoadedRun.open(task_run("recall", "rope"))
     questions = Questions(loaded, (64,), 1024)
-    (record,) = evaluate_retrieval(
-        *(loaded, questions, 64, ("native",)),
-        cell=Cell(variant="rope", preset="retrieval", seed=0),
-        inputs={},
-        advance=lambda: None,
-    )
+    fields = {"cell": loaded.cell, "step": loaded.step, "train_length": 64, "inputs": {}}
+    (record,) = evaluate_retrieval(loaded, questions, 64, ("native",), lambda: None, **fields)
     windows = make_windows(questions.task, range(16), 64, split="test")
     said = loaded.decoder.logits(loaded.decoder(windows.tokens[:, :-1]).hidden).argmax(dim=-1)
     right = (said == windows.tokens[:, 1:])[windows.scored]
     assert record.answers == right.numel() == 128
     assert record.accuracy == pytest.approx(float(right.double().mean()))
-
-
-@pytest.mark.parametrize(
-    ("variant", "reaches"),
-    [
-        ("rope", {}),
-        ("alibi", {}),
-        ("fixed-s", {"S": 4.0}),
-        ("rope-m-mask", {"M": 16.0}),
-        ("mosar-cost", {"S": 4.0, "M": 16.0, "G": 64.0}),
-    ],
-)
-def test_marks_are_the_regimes_that_a_variant_has(task_run, variant, reaches):
-    assert LoadedRun.open(task_run("passkey", variant)).geometry.reaches() == reaches
 
 
 def test_wrong_arguments(task_run):
@@ -175,8 +120,3 @@ def test_wrong_arguments(task_run):
         evaluate(folder, tokens=100, progress=False)
     with pytest.raises(ValueError, match="learnt the task recall, which has no data"):
         evaluate(folder, data="anywhere", progress=False)
-
-
-def test_chance_is_a_guess_among_what_is_there():
-    assert TASKS["recall"](256).chance == 1 / 32
-    assert TASKS["passkey"](256).chance == 1 / 256

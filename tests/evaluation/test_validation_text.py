@@ -66,22 +66,6 @@ def test_too_long_or_too_few(loaded):
         ValidationText(loaded(), (60, 90), tokens=120)
 
 
-def test_moved_data(loaded, dataset, tmp_path):
-    copy = shutil.copytree(dataset, tmp_path / "elsewhere")
-    there, here = ValidationText(loaded(), (64,)), ValidationText(loaded(), (64,), data=copy)
-    assert here.stream.folder == copy
-    assert torch.equal(targets(there, 64), targets(here, 64))
-    with pytest.raises(DataError, match="there is no dataset"):
-        ValidationText(loaded(), (64,), data=tmp_path / "nowhere")
-
-
-def test_lost_data_asks_for_the_option(loaded, tmp_path, monkeypatch):
-    lost = loaded()
-    object.__setattr__(lost.config.data, "folder", str(tmp_path / "lost"))
-    with pytest.raises(ModelError, match=r"is not in .*lost any more; say where with --data"):
-        ValidationText(lost, (64,))
-
-
 def test_other_and_damaged_data_is_refused(loaded, dataset, tmp_path):
     (tmp_path / "a.txt").write_text("Another text. " * 400)
     (tmp_path / "b.txt").write_text("And one more. " * 400)

@@ -6,7 +6,8 @@ in the run folder, from the same parameters and the same data, is not computed a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,47 +52,41 @@ def evaluate(
     sizes = parse_lengths(lengths, loaded.train_length)
     cell = loaded.cell if cell is None else cell
     chosen = check_routings(routings, loaded.geometry, cell.variant)
-    inputs: dict[str, Any] = {"checkpoint": loaded.checksum}
+    inputs: dict[str, Any] = {"checkpoint": loaded.checksum, "data": loaded.data_fingerprint}
     if loaded.config.data.task == "text":
-        source = ValidationText(loaded, sizes, data=_path(data), tokens=tokens)
-        inputs |= {"data": loaded.data_fingerprint, "block": source.block}
-        measure = evaluate_length
+        folder = None if data is None else Path(data)
+        source = ValidationText(loaded, sizes, data=folder, tokens=tokens)
+        inputs["block"] = source.block
+        measure: Any = evaluate_length
     else:
-        if data is not None:
-            raise ValueError(f"{run} learnt the task {loaded.config.data.task}, which has no data")
-        if task_fingerprint(loaded.config) != loaded.data_fingerprint:
-            raise ModelError(
-                f"{run} learnt {loaded.config.data.task} as another version of mosar makes it; "
-                "train it again"
-            )
-        source = Questions(loaded, sizes, tokens)
-        inputs |= {"data": loaded.data_fingerprint}
-        measure = evaluate_retrieval
-    _make_folder(run)
+        _check_task(loaded, data)
+        source, measure = Questions(loaded, sizes, tokens), evaluate_retrieval
+    fields = {"cell": cell, "step": loaded.step, "train_length": loaded.train_length}
+    with _writing(run):
+        # Before anything is computed: a folder that cannot be written to should say so now.
+        (run / EVALUATIONS).mkdir(exist_ok=True)
     records: list[Any] = []
     for length in sizes:
         found = [] if force else _stored(loaded, length, chosen, source, inputs)
         if not found:
             label = f"{run.name}: step {loaded.step}, length {length}, {', '.join(chosen)}"
-            passes = source.passes(length)
-            with length_progress(label, passes, enabled=progress) as advance:
-                found = measure(
-                    loaded,
-                    source,  # pyright: ignore[reportArgumentType]
-                    length,
-                    chosen,
-                    cell=cell,
-                    inputs=inputs,
-                    advance=advance,
-                )
-            for record in found:
-                _write(run, record)
+            with length_progress(label, source.passes(length), enabled=progress) as advance:
+                found = measure(loaded, source, length, chosen, advance, inputs=inputs, **fields)
+            with _writing(run):
+                for record in found:
+                    write_evaluation(run, record)
         records += [replace(record, cell=cell) for record in found]
     return records
 
 
-def _path(data: Path | str | None) -> Path | None:
-    return None if data is None else Path(data)
+def _check_task(loaded: LoadedRun, data: Path | str | None) -> None:
+    task = loaded.config.data.task
+    if data is not None:
+        raise ValueError(f"{loaded.run} learnt the task {task}, which has no data")
+    if task_fingerprint(loaded.config) != loaded.data_fingerprint:
+        raise ModelError(
+            f"{loaded.run} learnt {task} as another version of mosar makes it; train it again"
+        )
 
 
 def _stored(
@@ -103,29 +98,13 @@ def _stored(
 ) -> list[Evaluation]:
     """What is there of a length; all routings or none, their times being taken in turn."""
     found = [read_evaluation(loaded.run, loaded.step, length, routing, say) for routing in routings]
-    same = [record for record in found if record is not None and _same(record, source, inputs)]
+    same = [r for r in found if r and r.inputs == inputs and source.is_measured_by(r)]
     return same if len(same) == len(routings) else []
 
 
-def _same(record: Evaluation, source: ValidationText | Questions, inputs: dict[str, Any]) -> bool:
-    if isinstance(source, ValidationText):
-        as_many = isinstance(record, EvaluationRecord) and record.tokens == source.tokens
-    else:
-        asked = source.windows(record.length) * source.task.answers
-        as_many = isinstance(record, RetrievalRecord) and record.answers == asked
-    return as_many and record.inputs == inputs
-
-
-def _make_folder(run: Path) -> None:
-    """Before anything is computed: a folder that cannot be written to should say so now."""
+@contextmanager
+def _writing(run: Path) -> Iterator[None]:
     try:
-        (run / EVALUATIONS).mkdir(exist_ok=True)
-    except OSError as error:
-        raise ModelError(f"cannot write {run / EVALUATIONS}: {error.strerror}") from None
-
-
-def _write(run: Path, record: Evaluation) -> None:
-    try:
-        write_evaluation(run, record)
+        yield
     except OSError as error:
         raise ModelError(f"cannot write {error.filename or run}: {error.strerror}") from None

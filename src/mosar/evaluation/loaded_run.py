@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from mosar.data.manifest import Manifest
+from mosar.data.manifest import MANIFEST, Manifest
 from mosar.data.tokenizer import Tokenizer, load_tokenizer
 from mosar.errors import ModelError
 from mosar.geometries import Geometry
@@ -69,23 +69,24 @@ class LoadedRun:
         checksum = checkpoint.model_checksum
         return cls(run, config, fingerprint, checkpoint.step, checksum, decoder)
 
-    def open_tokenizer(self, data: Path | None = None) -> tuple[Manifest, Tokenizer]:
-        """The manifest and the tokenizer of its dataset, or of a copy of it in `data`.
-
-        An error where that is not there, or holds something else.
-        """
+    def find_data(self, data: Path | None = None) -> Path:
+        """The folder of its data, or a copy in `data`; a ModelError for other contents."""
         folder = Path(self.config.data.folder) if data is None else data
-        if data is None and not folder.is_dir():
+        if data is None and not (folder / MANIFEST).exists():
             raise ModelError(
-                f"the data of {self.run} is not in {folder} any more; say where: --data"
+                f"the data of {self.run} is not in {folder} any more; say where with --data"
             )
-        manifest = Manifest.read(folder)
-        if data_fingerprint(manifest) != self.data_fingerprint:
+        if data_fingerprint(Manifest.read(folder)) != self.data_fingerprint:
             raise ModelError(
                 f"{folder} is not the data that {self.run} was trained on: its contents differ; "
                 "give the folder it was trained on, or a copy, with --data"
             )
-        return manifest, load_tokenizer(folder)
+        return folder
+
+    def open_tokenizer(self, data: Path | None = None) -> tuple[Manifest, Tokenizer]:
+        """The manifest and the tokenizer of its data; an error where it is not there."""
+        folder = self.find_data(data)
+        return Manifest.read(folder), load_tokenizer(folder)
 
     @property
     def train_length(self) -> int:

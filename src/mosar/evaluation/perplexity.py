@@ -21,10 +21,10 @@ from mosar.errors import ModelError
 from mosar.evaluation.discarded_mass import MassTally, watching
 from mosar.evaluation.loaded_run import LoadedRun
 from mosar.evaluation.losses import LossTally, token_losses
-from mosar.evaluation.routing import RoutingTally
+from mosar.evaluation.routing import NO_ROUTING, RoutingTally
 from mosar.evaluation.validation_text import ValidationText
 from mosar.geometries import LayerRouting, MoSAR, operator_routing
-from mosar.records import Cell, EvaluationRecord
+from mosar.records import EvaluationRecord
 
 HARD = ("top1", "sparse")
 
@@ -61,12 +61,10 @@ def evaluate_length(
     text: ValidationText,
     length: int,
     routings: Sequence[str],
-    *,
-    cell: Cell,
-    inputs: dict[str, Any],
     advance: Callable[[], None],
+    **fields: Any,
 ) -> list[EvaluationRecord]:
-    """One record a routing; `advance` is called after each batch."""
+    """One record a routing, with `fields`; `advance` is called after each batch."""
     tallies = {routing: _tally(loaded, length) for routing in routings}
     geometries = loaded.decoder.geometries
     weighs = loaded.geometry.routed and set(HARD) & set(routings)
@@ -97,17 +95,10 @@ def evaluate_length(
             with watching(cast(list[MoSAR], geometries), masses):
                 loaded.decoder(tokens[:, :-1], segment_ids=segments, routing="top1")
         advance()
+    fields["length"] = length
     return [
-        _record(
-            loaded,
-            routing,
-            tallies[routing],
-            cell=cell,
-            length=length,
-            inputs=inputs,
-            masses=masses if routing in HARD else [],
-        )
-        for routing in routings
+        _record(loaded, tally, masses if routing in HARD else [], routing=routing, **fields)
+        for routing, tally in tallies.items()
     ]
 
 
@@ -129,41 +120,25 @@ def _losses(
 
 
 def _record(
-    loaded: LoadedRun,
-    routing: str,
-    tally: _Tally,
-    *,
-    cell: Cell,
-    length: int,
-    inputs: dict[str, Any],
-    masses: list[MassTally],
+    loaded: LoadedRun, tally: _Tally, masses: list[MassTally], **fields: Any
 ) -> EvaluationRecord:
-    loss, routed = tally.loss, tally.routing
+    loss = tally.loss
     if not math.isfinite(loss.mean):
         raise ModelError(
-            f"the loss of {loaded.run} is {loss.mean} at length {length} with routing {routing}"
+            f"the loss of {loaded.run} is {loss.mean} at length {fields['length']} with routing "
+            f"{fields['routing']}"
         )
     layer_density = tally.pairs.layer_density
     return EvaluationRecord(
-        cell=cell,
-        step=loaded.step,
-        train_length=loaded.train_length,
-        length=length,
-        routing=routing,
+        **fields,
+        **(NO_ROUTING if tally.routing is None else tally.routing.record_fields()),
         windows=loss.windows,
-        tokens=loss.windows * length,
+        tokens=loss.windows * fields["length"],
         loss=loss.mean,
         loss_stderr=loss.stderr,
         buckets=loss.buckets(),
         seconds=tally.seconds,
         density=sum(layer_density) / len(layer_density) if layer_density else 1.0,
         layer_density=layer_density,
-        reach_soft=None if routed is None else routed.reach(top1=False),
-        reach_top1=None if routed is None else routed.reach(top1=True),
         discarded_mass=[mass.summary() for mass in masses],
-        shares_soft={} if routed is None else routed.shares(top1=False),
-        shares_top1={} if routed is None else routed.shares(top1=True),
-        regimes=[] if routed is None else list(loaded.geometry.reaches()),
-        example_labels={} if routed is None else routed.example_labels,
-        inputs=inputs,
     )

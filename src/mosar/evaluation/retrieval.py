@@ -20,7 +20,7 @@ from mosar.data.tasks import TASKS, Task, TaskWindows, make_windows
 from mosar.evaluation.loaded_run import LoadedRun
 from mosar.evaluation.validation_text import PASS_TOKENS, default_tokens
 from mosar.geometries import operator_routing
-from mosar.records import Cell, RetrievalRecord
+from mosar.records import Record, RetrievalRecord
 
 
 def check_questions(
@@ -46,6 +46,12 @@ class Questions:
         self.tokens = default_tokens(loaded.config) if tokens is None else tokens
         check_questions(self.task, loaded.train_length, lengths, self.tokens)
 
+    def is_measured_by(self, record: Record) -> bool:
+        """Whether a record is of as many questions."""
+        if not isinstance(record, RetrievalRecord):
+            return False
+        return record.answers == self.windows(record.length) * self.task.answers
+
     def windows(self, length: int) -> int:
         return self.tokens // length
 
@@ -69,12 +75,10 @@ def evaluate_retrieval(
     questions: Questions,
     length: int,
     routings: Sequence[str],
-    *,
-    cell: Cell,
-    inputs: dict[str, Any],
     advance: Callable[[], None],
+    **fields: Any,
 ) -> list[RetrievalRecord]:
-    """One record a routing; `advance` is called after each batch."""
+    """One record a routing, with `fields`; `advance` is called after each batch."""
     right: dict[str, list[Tensor]] = {routing: [] for routing in routings}
     distances = []
     for windows in questions.batches(length):
@@ -83,28 +87,19 @@ def evaluate_retrieval(
         distances.append(windows.distances.flatten())
         advance()
     reaches = loaded.geometry.reaches()
-    bounds = distance_bounds(length, reaches.values())
-    task = questions.task
-    records = []
-    for routing in routings:
-        found, at = torch.cat(right[routing]), torch.cat(distances)
-        records.append(
-            RetrievalRecord(
-                cell=cell,
-                step=loaded.step,
-                task=task.name,
-                train_length=loaded.train_length,
-                length=length,
-                routing=routing,
-                answers=len(found),
-                accuracy=float(found.double().mean()),
-                by_distance=by_distance(found, at, bounds),
-                reaches=reaches,
-                chance=task.chance,
-                inputs=inputs,
-            )
+    fields |= {"task": questions.task.name, "chance": questions.task.chance, "reaches": reaches}
+    bounds, at = distance_bounds(length, reaches.values()), torch.cat(distances)
+    return [
+        RetrievalRecord(
+            **fields,
+            length=length,
+            routing=routing,
+            answers=len(found),
+            accuracy=float(found.double().mean()),
+            by_distance=by_distance(found, at, bounds),
         )
-    return records
+        for routing, found in ((routing, torch.cat(parts)) for routing, parts in right.items())
+    ]
 
 
 def answer(loaded: LoadedRun, windows: TaskWindows, routing: str) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from string import ascii_uppercase, digits
+from typing import Any
 
 import torch
 
@@ -19,6 +20,11 @@ from mosar.geometries import LayerRouting
 # Labels are kept of so many tokens of the first window, and of no more than the training length.
 EXAMPLE_TOKENS = 2048
 ROLES = ("query", "key")
+# What a record says of a pass without routers.
+NO_ROUTING: dict[str, Any] = {
+    **{"reach_soft": None, "reach_top1": None, "shares_soft": {}, "shares_top1": {}},
+    **{"regimes": [], "example_labels": {}},
+}
 
 
 class RoutingTally:
@@ -59,6 +65,17 @@ class RoutingTally:
         # Linear in the probabilities: that of their means is the mean of all.
         shares = (self._top1 if top1 else self._soft) / self._tokens
         return float(normalized_reach_cost(shares[0], shares[1], self.config, self.length))
+
+    def record_fields(self) -> dict[str, Any]:
+        """What a record says of the routers."""
+        return {
+            "reach_soft": self.reach(top1=False),
+            "reach_top1": self.reach(top1=True),
+            "shares_soft": self.shares(top1=False),
+            "shares_top1": self.shares(top1=True),
+            "regimes": [regime.name for regime in self.config.regimes],
+            "example_labels": self.example_labels,
+        }
 
 
 def regime_letters(names: Sequence[str]) -> list[str]:

@@ -24,7 +24,6 @@ def perplexity_table(
         f"{first.cell.name}, step {first.step}: {first.tokens:,} tokens of the validation text at "
         "every length"
     )
-    table = Table(header_style="")
     routed = first.reach_soft is not None
     head = ["length", "routing", "perplexity", "±", f"vs {first.train_length}\n%"]
     head += [f"Δ {against[0].cell.name}\n%"] if against else []
@@ -32,9 +31,8 @@ def perplexity_table(
     head += ["gap\n%", "reach\nsoft", "reach\ntop-1"] if routed else []
     head += ["density\nρ"]
     head += ["discarded\nmean", "\np95", "\nworst"] if routed else []
-    for name in (*head, "tokens/s"):
-        table.add_column(name, justify="left" if name == "routing" else "right", no_wrap=True)
-    for index, record in enumerate(records):
+    rows = []
+    for record in records:
         perplexity = record.perplexity
         row = [
             str(record.length),
@@ -46,20 +44,17 @@ def perplexity_table(
         if against:
             row.append(_percent(perplexity, base.get(record.length)))
         if routed:
+            soft = None if record.routing == "soft" else found.get((record.length, "soft"))
             row += [
-                _NONE
-                if record.routing == "soft"
-                else _percent(perplexity, found.get((record.length, "soft"))),
+                _percent(perplexity, soft),
                 _share(record.reach_soft),
                 _share(record.reach_top1),
             ]
         row.append(_share(record.density))
         if routed:
             row += _masses(record)
-        row.append(f"{record.tokens / max(record.seconds, 1e-9):,.0f}")
-        last = index + 1 == len(records) or records[index + 1].length != record.length
-        table.add_row(*row, end_section=last)
-    return _titled(title, table)
+        rows.append([*row, f"{record.tokens / max(record.seconds, 1e-9):,.0f}"])
+    return _table(title, [*head, "tokens/s"], rows, sections=True)
 
 
 def time_ratios(records: Sequence[EvaluationRecord]) -> list[str]:
@@ -79,38 +74,30 @@ def time_ratios(records: Sequence[EvaluationRecord]) -> list[str]:
 
 def layer_table(record: EvaluationRecord) -> Group:
     """What the routers of each layer did under one routing."""
-    title = f"layers at length {record.length}, {record.routing}"
-    table = Table(header_style="")
-    shares = [f"{role} {name}\n%" for role in ("q", "k") for name in record.regimes]
-    for name in ("layer", "density\nρ", "discarded\nmean", "\np95", "\nworst", *shares):
-        table.add_column(name, justify="right", no_wrap=True)
+    head = ["layer", "density\nρ", "discarded\nmean", "\np95", "\nworst"]
+    head += [f"{role} {name}\n%" for role in ("q", "k") for name in record.regimes]
     chosen = record.shares_soft if record.routing == "soft" else record.shares_top1
+    rows = []
     for layer, density in enumerate(record.layer_density):
         masses = [_NONE] * 3
         if record.discarded_mass:
             masses = [_mass(record.discarded_mass[layer][key]) for key in ("mean", "p95", "worst")]
-        rows = (chosen[role][layer] if chosen else [] for role in ("query", "key"))
-        table.add_row(
-            str(layer),
-            _share(density),
-            *masses,
-            *(f"{100 * share:.1f}" for row in rows for share in row),
+        shares = (share for role in ("query", "key") if chosen for share in chosen[role][layer])
+        rows.append(
+            [str(layer), _share(density), *masses, *(f"{100 * share:.1f}" for share in shares)]
         )
-    return _titled(title, table)
+    return _table(f"layers at length {record.length}, {record.routing}", head, rows)
 
 
 def bucket_table(records: Sequence[EvaluationRecord]) -> Group:
     """Perplexity by position in the window, at one length."""
-    title = f"perplexity by position at length {records[0].length}"
-    table = Table(header_style="")
-    table.add_column("positions", justify="right", no_wrap=True)
-    for record in records:
-        table.add_column(record.routing, justify="right", no_wrap=True)
-    for rows in zip(*(record.buckets for record in records), strict=True):
-        first, end = rows[0][:2]
-        values = (f"{math.exp(min(row[2], 700.0)):.3f}" for row in rows)
-        table.add_row(f"{first:.0f}–{end - 1:.0f}", *values)
-    return _titled(title, table)
+    head = ["positions", *(record.routing for record in records)]
+    rows = []
+    for buckets in zip(*(record.buckets for record in records), strict=True):
+        first, end = buckets[0][:2]
+        values = (f"{math.exp(min(bucket[2], 700.0)):.3f}" for bucket in buckets)
+        rows.append([f"{first:.0f}–{end - 1:.0f}", *values])
+    return _table(f"perplexity by position at length {records[0].length}", head, rows)
 
 
 def retrieval_table(records: Sequence[RetrievalRecord]) -> Group:
@@ -120,31 +107,30 @@ def retrieval_table(records: Sequence[RetrievalRecord]) -> Group:
         f"{first.cell.name}, step {first.step}: {first.task}, accuracy % by distance "
         f"(guessing: {100 * first.chance:.1f})"
     )
-    table = Table(header_style="")
     bounds = sorted({(row[0], row[1]) for record in records for row in record.by_distance})
     marks = {int(reach): name for name, reach in first.reaches.items()}
-    for name in ("length", "routing", "all"):
-        table.add_column(name, justify="left" if name == "routing" else "right", no_wrap=True)
+    head = ["length", "routing", "all"]
     for least, end in bounds:
         last = int(end) - 1
         name = str(last) if least == last else f"{least:.0f}–{last}"
-        mark = f"\n{marks[last]}" if last in marks else "\n"
-        table.add_column(name + mark, justify="right", no_wrap=True)
-    for index, record in enumerate(records):
-        found = {(row[0], row[1]): row[2] for row in record.by_distance}
-        cells = (f"{100 * found[key]:.1f}" if key in found else _NONE for key in bounds)
-        last = index + 1 == len(records) or records[index + 1].length != record.length
-        table.add_row(
-            str(record.length),
-            record.routing,
-            f"{100 * record.accuracy:.1f}",
-            *cells,
-            end_section=last,
-        )
-    return _titled(title, table)
+        head.append(f"{name}\n{marks.get(last, '')}")
+    rows = []
+    for record in records:
+        found = {(row[0], row[1]): f"{100 * row[2]:.1f}" for row in record.by_distance}
+        cells = (found.get(key, _NONE) for key in bounds)
+        rows.append([str(record.length), record.routing, f"{100 * record.accuracy:.1f}", *cells])
+    return _table(title, head, rows, sections=True)
 
 
-def _titled(title: str, table: Table) -> Group:
+def _table(
+    title: str, head: Sequence[str], rows: Sequence[Sequence[str]], *, sections: bool = False
+) -> Group:
+    """`sections`: with a line where the first column changes."""
+    table = Table(header_style="")
+    for name in head:
+        table.add_column(name, justify="left" if name == "routing" else "right", no_wrap=True)
+    for row, following in zip(rows, [*rows[1:], [""]], strict=True):
+        table.add_row(*row, end_section=sections and following[0] != row[0])
     # A title of the table itself would be broken to its width.
     return Group(Text(title, style="bold"), table)
 

@@ -18,11 +18,10 @@ import numpy as np
 from torch import Tensor
 
 from mosar.data.config import DataConfig
-from mosar.data.manifest import MANIFEST
 from mosar.data.stream import TokenStream
 from mosar.errors import ModelError
 from mosar.evaluation.loaded_run import LoadedRun
-from mosar.training.batches import data_fingerprint
+from mosar.records import EvaluationRecord, Record
 from mosar.training.config import RunConfig
 
 # The paper's 64 iterations at the training length, 32 at twice, 16 at four times.
@@ -66,7 +65,8 @@ class ValidationText:
         tokens: int | None = None,
     ):
         self.settings: DataConfig = loaded.config.data
-        self.stream = _open_stream(loaded, data)
+        # Altered tokens would be evaluated in silence: checksums are compared up to a size.
+        self.stream = TokenStream(loaded.find_data(data), "valid", verify=None)
         self.device = loaded.device
         wanted = default_tokens(loaded.config) if tokens is None else tokens
         self.block = check_blocks(self.stream, lengths, wanted)
@@ -78,6 +78,10 @@ class ValidationText:
     def tokens(self) -> int:
         """Predicted at every length."""
         return len(self.blocks) * self.block
+
+    def is_measured_by(self, record: Record) -> bool:
+        """Whether a record is of as much text."""
+        return isinstance(record, EvaluationRecord) and record.tokens == self.tokens
 
     def batches(self, length: int) -> Iterator[tuple[Tensor, Tensor | None]]:
         """Tokens [B, length + 1] and document numbers [B, length], or None."""
@@ -92,23 +96,6 @@ class ValidationText:
     def passes(self, length: int) -> int:
         """How many batches there are."""
         return math.ceil(self.tokens // length / max(PASS_TOKENS // length, 1))
-
-
-def _open_stream(loaded: LoadedRun, data: Path | None) -> TokenStream:
-    """The validation split of the data that the run was trained on, wherever it lies now."""
-    folder = Path(loaded.config.data.folder if data is None else data)
-    if data is None and not (folder / MANIFEST).exists():
-        raise ModelError(
-            f"the data of {loaded.run} is not in {folder} any more; say where with --data"
-        )
-    # Altered tokens would be evaluated in silence: checksums are compared up to a size.
-    stream = TokenStream(folder, "valid", verify=None)
-    if data_fingerprint(stream.manifest) != loaded.data_fingerprint:
-        raise ModelError(
-            f"{folder} is not the data that {loaded.run} was trained on: its contents differ; "
-            "give the folder it was trained on, or a copy, with --data"
-        )
-    return stream
 
 
 def _names(lengths: Sequence[int], block: int) -> str:

@@ -254,7 +254,7 @@ def test_what_cannot_be_exported(run, dataset, bpe_dataset, tmp_path):
     config = json.loads((moved / "config.json").read_text())
     config["data"]["folder"] = str(tmp_path / "gone")
     (moved / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match="any more; say where: --data"):
+    with pytest.raises(ModelError, match="any more; say where with --data"):
         export_run(moved, out)
     export_run(moved, out, data=dataset)
     with pytest.raises(ModelError, match="holds an exported model already; --force replaces"):
