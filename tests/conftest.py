@@ -27,3 +27,14 @@ def pytest_configure(config):
         config.addinivalue_line("markers", f"{name}_test: of transformers")
     for name in ("accelerate_tests", "bitsandbytes", "generate"):
         config.addinivalue_line("markers", f"{name}: of transformers")
+
+
+def pytest_report_teststatus(report):
+    """A failure is named when it happens, also by parallel processes; pytest would print an F."""
+    if report.failed:
+        crash = getattr(report.longrepr, "reprcrash", None)
+        reason = str(crash.message if crash else report.longrepr).partition("\n")[0]
+        word = "FAILED" if report.when == "call" else "ERROR"
+        category = "failed" if report.when == "call" else "error"
+        return category, f"\n{word} {report.nodeid}: {reason[:300]}\n", word
+    return None

@@ -107,17 +107,6 @@ def test_every_python_process_is_started_without_the_working_directory():
     assert started and all('sys.executable, "-P"' in line for line in started), started
 
 
-def test_public_names_load_nothing_optional():
-    code = (
-        "import sys\n"
-        "from mosar import *\n"
-        "assert 'torch' in sys.modules\n"
-        "heavy = {'transformers', 'matplotlib', 'triton', 'typer', 'rich'}\n"
-        "assert not heavy & set(sys.modules)\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 @pytest.mark.parametrize(
     ("name", "magic"),
     [("a.png", b"\x89PNG"), ("a.svg", b"<?xml"), ("a.pdf", b"%PDF"), ("A.PNG", b"\x89PNG")],

@@ -138,11 +138,3 @@ def test_operators_page_names_every_argument(operator):
 def test_operators_page_names_every_implementation():
     text = (ROOT / "docs" / "operators.md").read_text(encoding="utf-8")
     assert not [name for name in attention.IMPLEMENTATIONS if f'| `"{name}"` |' not in text]
-
-
-def test_public_names_resolve_and_are_listed():
-    for name in mosar.__all__:
-        assert getattr(mosar, name) is not None
-    assert dir(mosar) == sorted(mosar.__all__)
-    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        _ = mosar.nothing

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmark_records import make_benchmark, make_wrong_benchmark
+from benchmark_records import make_benchmark
 from mosar.attention import mosar_attention
 from mosar.bench import attention, memory, problem
 from mosar.bench.attention import AttentionComparison
@@ -18,7 +18,7 @@ from mosar.bench.correctness import check_problem
 from mosar.bench.devices import Cpu
 from mosar.bench.problem import MODES, Case, Shape, build_problem
 from mosar.core.hard_domain import build_hard_domain
-from mosar.records import Measurement, read_records
+from mosar.records import ErrorCheck, Measurement, read_records
 
 TINY = "attention --shapes 4x2x8 --lengths 40,300 --seconds 0.001 --memory none"
 QUICK = f"{TINY} --competitors sdpa,reference,ours"
@@ -50,27 +50,6 @@ def broken(monkeypatch):
         return out
 
     monkeypatch.setattr(problem, "mosar_attention", attend)
-
-
-def test_table_and_records(bench, tmp_path):
-    path = tmp_path / "a.jsonl"
-    result = bench(QUICK, "--json", path)
-    assert result.exit_code == 0, result.output
-    for name in ("shape", "ρ", "SDPA", "reference", "ours", "speed-up", "plan", "memory", "target"):
-        assert name in result.stdout
-    assert "GFLOP/s" in result.stdout
-    assert " 300 │" in result.stdout
-    assert "GEMM peak 100 GFLOP/s" in result.stdout
-    assert "Labels: independent, seed 0" in result.stdout
-    assert "4x2x8, n = 300" in result.stderr
-    first, second = read_records(path)
-    assert (first.length, second.length) == (40, 300)
-    assert list(second.measurements) == ["sdpa", "reference", "ours"]
-    assert all(len(m.samples_ms) >= 5 for m in second.measurements.values())
-    assert second.correct and second.speedup > 0 and second.plan_share > 0
-    line = json.loads(path.read_text().splitlines()[1])
-    assert line["derived"]["speedup"] == pytest.approx(second.speedup)
-    assert {"schema", "kind", "created", "environment", "checks"} <= set(line)
 
 
 def test_density_is_the_exact_count():
@@ -210,6 +189,10 @@ def test_default_rows():
     assert len(default.cases()) == 18
     soft = AttentionComparison(mode=("soft-train",), shapes=default.shapes[:1])
     assert [case.length for case in soft.cases()] == [2048, 8192]
+    gpu = AttentionComparison(device="cuda")
+    assert set(gpu.chosen_competitors) - set(default.chosen_competitors) == {"flash"}
+    lengths = [case.length for case in gpu.cases()[:6]]
+    assert lengths == [1024, 2048, 4096, 8192, 16384, 32768]
 
 
 def test_plot_is_drawn(bench, tmp_path):
@@ -231,16 +214,11 @@ def test_plot_is_drawn(bench, tmp_path):
         ({"mode": "soft-train", "length": 2048}, [("≤ 1.3× SDPA", True)]),
         ({"mode": "distance-train", "length": 2048}, [("≤ 1.2× SDPA", True)]),
         ({"heads": 4}, []),
+        ({"checks": {"out": ErrorCheck(error=2e-6, budget=1e-6)}}, []),
     ],
 )
 def test_targets(changes, expected):
-    assert [
-        tuple(verdict) for verdict in COMPARISON.verdicts(make_benchmark(**changes))
-    ] == expected
-
-
-def test_a_wrong_result_meets_no_target():
-    assert COMPARISON.verdicts(make_wrong_benchmark()) == []
+    assert COMPARISON.verdicts(make_benchmark(**changes)) == expected
 
 
 @pytest.mark.parametrize(("ours", "met"), [(200, True), (201, False)])

@@ -1,5 +1,6 @@
 """What every `mosar bench` does alike: wrong usage, files that fail, labels, interruption."""
 
+import json
 import signal
 import sys
 
@@ -20,6 +21,33 @@ TRAIN = "train --preset smoke --lengths 32 --seconds 0.001"
 SHAPED = (ATTENTION, DECODE)
 ROUTED = (*SHAPED, MODEL)
 ALL = (*ROUTED, TRAIN)
+
+
+@pytest.mark.parametrize(
+    ("command", "columns", "competitors"),
+    [
+        (ATTENTION, "shape ρ SDPA reference ours plan memory GFLOP/s", "sdpa reference ours"),
+        (DECODE, "shape keys SDPA ours GB/s cache", "sdpa ours"),
+        (MODEL, "tokens/s transformers dense cache tiny", "transformers dense ours"),
+        (
+            f"{TRAIN} --softcap capped --memory 32",
+            "soft-caps rope mosar",
+            "rope mosar gemma2-eager",
+        ),
+    ],
+)
+def test_table_and_records(bench, tmp_path, command, columns, competitors):
+    result = bench(command, "--json", tmp_path / "a.jsonl")
+    assert result.exit_code == 0, result.output
+    assert all(name in result.stdout for name in (*columns.split(), "target"))
+    assert command.startswith("train") or "Labels: independent, seed 0" in result.stdout
+    assert " 32 │" in result.stdout or "4x2x8, n = 40: " in result.stderr
+    records = read_records(tmp_path / "a.jsonl")
+    assert len(records) == (1 if command.startswith("train") else 2)
+    for record, line in zip(records, (tmp_path / "a.jsonl").read_text().splitlines(), strict=True):
+        assert record.correct and list(record.measurements) == competitors.split()
+        assert all(len(m.samples_ms) >= 5 for m in record.measurements.values())
+        assert json.loads(line)["derived"] == record.derived()
 
 
 @pytest.mark.parametrize(

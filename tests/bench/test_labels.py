@@ -11,27 +11,17 @@ CONFIG = MoSARConfig()
 TWO = MoSARConfig(regimes=(Regime("S", 8, 0.5), Regime("G", 32, 1.0)))
 
 
-def num_runs(labels):
-    return 1 + int((labels[1:] != labels[:-1]).sum())
-
-
 @pytest.mark.parametrize("source", DRAWN)
-def test_drawn_labels_have_the_papers_shares(source):
+def test_drawn_labels_have_the_papers_shares_and_runs(source):
     length = 400_000
     drawn = make_labels(source, length, 0, CONFIG)
     for labels, shares in zip(drawn, (QUERY_SHARES, KEY_SHARES), strict=True):
         found = torch.bincount(labels, minlength=3) / length
         torch.testing.assert_close(found, torch.tensor(shares), atol=0.015, rtol=0)
-
-
-def test_clustered_labels_come_in_runs():
-    length = 400_000
-    for labels, shares in zip(
-        make_labels("clustered", length, 0, CONFIG), (QUERY_SHARES, KEY_SHARES), strict=True
-    ):
         # Neighbouring runs may have the same regime, so that they look like one.
-        differ = 1 - sum(share**2 for share in shares)
-        assert num_runs(labels) == pytest.approx(length / MEAN_RUN * differ, rel=0.05)
+        differ = length * (1 - sum(share**2 for share in shares))
+        expected = differ / (MEAN_RUN if source == "clustered" else 1)
+        assert int((labels[1:] != labels[:-1]).sum()) == pytest.approx(expected, rel=0.05)
 
 
 @pytest.mark.parametrize("source", DRAWN)
@@ -70,19 +60,16 @@ def test_bad_arrays_are_refused(tmp_path, arrays, part):
         make_labels(str(path), 2, 0, TWO)
 
 
-@pytest.mark.parametrize("content", [b"", b"not an archive", b"PK\x03\x04 half"])
-def test_damaged_file_is_refused(tmp_path, content):
-    path = tmp_path / "labels.npz"
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match="is not a file of arrays"):
-        make_labels(str(path), 2, 0, TWO)
-
-
-def test_drawing_needs_the_papers_regimes():
-    with pytest.raises(ValueError, match="drawn for 3 regimes, the configuration has 2"):
-        make_labels("independent", 2, 0, TWO)
-
-
-def test_other_sources_are_refused():
-    with pytest.raises(ValueError, match=r"independent.*FILE\.npz, got 'labels\.pt'"):
-        make_labels("labels.pt", 2, 0, TWO)
+@pytest.mark.parametrize(
+    ("source", "part"),
+    [
+        ("damaged.npz", "is not a file of arrays"),
+        ("labels.pt", r"independent.*FILE\.npz, got 'labels\.pt'"),
+        ("independent", "drawn for 3 regimes, the configuration has 2"),
+    ],
+)
+def test_sources_without_labels_are_refused(tmp_path, monkeypatch, source, part):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "damaged.npz").write_bytes(b"PK\x03\x04 half")
+    with pytest.raises(ValueError, match=part):
+        make_labels(source, 2, 0, TWO)

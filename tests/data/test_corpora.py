@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from mosar.data import documents
 from mosar.data.corpora import find_source, read_documents, total_bytes
 from mosar.data.documents import PIECE_LENGTH, ReadReport, cut_pieces
+from mosar.data.tokenizer import train_bpe
 from mosar.errors import DataError
 
 
@@ -46,13 +47,20 @@ def test_a_text_file_is_one_document_as_it_is(tmp_path, name):
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.ndjson", "a.json"])
 def test_each_json_line_is_a_document(tmp_path, name):
-    path = write(tmp_path / name, rows({"text": "eins\r\n"}, {"id": 1, "text": "zwei"}) + "\n  \n")
-    assert read(path) == [(f"{path}, line 1", "eins\r\n"), (f"{path}, line 2", "zwei")]
+    values = {"text": "eins\r\n"}, {"body": "zwei", "text": "two"}
+    path = write(tmp_path / name, rows(*values) + "\n  \n")
+    assert read(path) == [(f"{path}, line 1", "eins\r\n"), (f"{path}, line 2", "two")]
+    assert texts(write(tmp_path / name, rows(values[1])), text_field="body") == ["zwei"]
 
 
-def test_another_field(tmp_path):
-    path = write(tmp_path / "a.jsonl", rows({"body": "here", "text": "not"}))
-    assert texts(path, text_field="body") == ["here"]
+@pytest.mark.parametrize("package", ["pyarrow", "datasets", "tokenizers"])
+def test_a_missing_package_names_the_extra(tmp_path, monkeypatch, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(DataError, match=r'pip install "mosar\[data\]"'):
+        if package == "tokenizers":
+            train_bpe(["text"], 300)
+        else:
+            texts("hf:a" if package == "datasets" else write(tmp_path / "a.parquet", b""))
 
 
 def test_parquet(tmp_path):
@@ -73,12 +81,6 @@ def test_parquet(tmp_path):
         texts(write(tmp_path / "b.parquet", data[:-20]))
 
 
-def test_parquet_without_pyarrow_names_the_extra(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(DataError, match=r'pip install "mosar\[data\]"'):
-        texts(write(tmp_path / "a.parquet", b""))
-
-
 def test_a_folder_is_read_by_path(tmp_path):
     for name in ("b.txt", "a/z.txt", "a/b/y.md", "C.jsonl", "b/x.txt.gz"):
         content = rows({"text": name}) if name.endswith("jsonl") else name
@@ -96,13 +98,6 @@ def test_the_standard_library(tmp_path):
     assert not any("site-packages" in file.parts for file in source.files)
     assert total_bytes([source]) > 1_000_000
     assert source == find_source("stdlib")
-
-
-def test_sources_come_in_the_order_given(tmp_path):
-    first, second = write(tmp_path / "b.txt", "b"), write(tmp_path / "a.txt", "a")
-    report = ReadReport()
-    assert texts(first, second, first, report=report) == ["b", "a", "b"]
-    assert report.documents == [1, 1, 1]
 
 
 def test_a_hugging_face_dataset(tmp_path, monkeypatch):
@@ -135,19 +130,12 @@ def test_what_is_asked_of_datasets(monkeypatch):
     assert calls == [((n, c), {"split": s, "streaming": True}) for n, c, s in wanted]
 
 
-def test_no_datasets_package_names_the_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(DataError, match=r'pip install "mosar\[data\]"'):
-        texts("hf:wikitext")
-    with pytest.raises(DataError, match="hf:NAME"):
-        find_source("hf:")
-
-
 def test_empty_documents_are_skipped(tmp_path):
     report = ReadReport()
     path = write(tmp_path / "a.jsonl", rows(*({"text": t} for t in ("", "a", " \n", None, "b"))))
-    assert texts(path, write(tmp_path / "a.txt", b""), report=report) == ["a", "b"]
-    assert (report.empty, report.documents) == (4, [2, 0])
+    last = write(tmp_path / "0.txt", "c")
+    assert texts(path, write(tmp_path / "a.txt", b""), last, report=report) == ["a", "b", "c"]
+    assert (report.empty, report.documents) == (4, [2, 0, 1])
 
 
 def test_a_long_blank_beginning_is_not_lost(tmp_path):
@@ -187,6 +175,7 @@ def test_a_byte_order_mark_is_no_text(tmp_path):
         ("a.txt", "a\0b", "NUL bytes"),
         ("a.txt", "text".encode("utf-16"), "NUL bytes"),
         ("a.txt.gz", None, "a.txt.gz is not a whole gzip file"),
+        ("b.txt.gz", b"plain text", "not a whole gzip file"),
         ("a.jsonl.gz", None, "a.jsonl.gz is not a whole gzip file"),
         ("a.parquet.gz", "x", "unpack it first"),
         ("a.zst", "x", "unpack it first"),
@@ -196,6 +185,8 @@ def test_wrong_input_is_named(tmp_path, name, content, part):
     path = write(tmp_path / name, content or rows({"text": "a" * 1000}) * 50)
     if content is None:
         path.write_bytes(path.read_bytes()[:-9])
+    elif name == "b.txt.gz":
+        path.write_bytes(content)
     with pytest.raises(DataError) as caught:
         texts(path)
     assert part in str(caught.value)
@@ -203,21 +194,18 @@ def test_wrong_input_is_named(tmp_path, name, content, part):
     assert "\n" not in str(caught.value)
 
 
-def test_a_gz_that_is_none(tmp_path):
-    path = tmp_path / "a.txt.gz"
-    path.write_bytes(b"plain text")
-    with pytest.raises(DataError, match="not a whole gzip file"):
-        texts(path)
-
-
 def test_missing_and_strange_sources(tmp_path):
-    with pytest.raises(DataError, match="does not exist"):
-        find_source(str(tmp_path / "nothing.txt"))
-    with pytest.raises(DataError, match="holds no file that ends in"):
-        find_source(str(tmp_path))
+    (tmp_path / "empty").mkdir()
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(DataError, match="neither a file nor a folder"):
-        find_source(str(tmp_path / "pipe"))
+    for name, part in (
+        ("nothing.txt", "does not exist"),
+        ("empty", "holds no file that ends in"),
+        ("pipe", "neither a file nor a folder"),
+    ):
+        with pytest.raises(DataError, match=part):
+            find_source(str(tmp_path / name))
+    with pytest.raises(DataError, match="hf:NAME"):
+        find_source("hf:")
 
 
 @given(st.lists(st.text(alphabet="ab \n\té€", max_size=40)), st.integers(2, 12))
@@ -227,8 +215,4 @@ def test_cut_pieces_depends_on_the_text_alone(chunks, length):
     assert "".join(pieces) == whole
     assert all(0 < len(piece) <= length for piece in pieces)
     assert pieces == list(cut_pieces([whole], length)) == list(cut_pieces(whole, length))
-
-
-def test_cuts_fall_before_white_space():
     assert list(cut_pieces(["one two three four"], 10)) == ["one two", " three", " four"]
-    assert list(cut_pieces(["x" * 25], 10)) == ["x" * 10, "x" * 10, "x" * 5]

@@ -3,17 +3,15 @@
 import gzip
 import os
 import resource
-import shutil
 import signal
 import sys
-import time
 
 import pytest
 
 from mosar.data import staging
 from mosar.data.prepare import check_dataset, prepare
 from mosar.errors import DataError
-from processes import finish, run, start, stop, wait_for
+from processes import finish, start, stop, wait_for
 
 COMMAND = [sys.executable, "-m", "mosar.cli", "prepare"]
 
@@ -59,21 +57,6 @@ def test_killed_again_and_again(tmp_path, long_sources):
     for target, force in ((out, False), (old, True)):
         assert prepare(small, target, force=force) == check_dataset(target) == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["old", "set", "sources"]
-
-
-def test_killed_at_any_moment(tmp_path, write_lines):
-    """A short preparation, killed a little later each time: no dataset, or a whole one."""
-    source, out = write_lines(), tmp_path / "set"
-    began = time.monotonic()
-    run([*COMMAND, source, "--out", out])
-    duration = time.monotonic() - began
-    whole = check_dataset(out)
-    for step in range(10):
-        shutil.rmtree(out, ignore_errors=True)
-        process = prepare_process(source, "--out", out)
-        time.sleep(duration * (0.7 + 0.04 * step))
-        stop(process, signal.SIGKILL)
-        assert not out.exists() or check_dataset(out) == whole
 
 
 def test_ctrl_c_cleans_up(tmp_path, long_sources):

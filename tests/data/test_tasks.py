@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mosar.data.tasks import TASKS, Draws, make_windows
+from mosar.data.tasks import TASKS, make_windows
 
 TRAIN_LENGTHS = st.sampled_from([16, 33, 64, 100, 256])
 
@@ -122,29 +122,9 @@ def test_every_octave_is_asked_for_alike(name, least):
     assert (counts < share + 4 * share**0.5 + 0.15 * share).all(), counts
 
 
-@given(least=st.integers(1, 300), span=st.integers(0, 300), seed=st.integers(0, 20))
-def test_distances_stay_in_bounds(least, span, seed):
-    draws = Draws(f"test {seed}")
-    assert all(least <= draws.distance(least, least + span) <= least + span for _ in range(20))
-
-
-def test_draws():
-    one, other = Draws("a"), Draws("b")
-    assert sorted(one.order(50).tolist()) == list(range(50))
-    assert {one.below(3) for _ in range(100)} == {0, 1, 2}
-    assert set(one.many(4, 200).tolist()) == {0, 1, 2, 3}
-    assert Draws("a").many(1000, 20).tolist() != other.many(1000, 20).tolist()
-
-
 @pytest.mark.parametrize(("name", "shortest"), [("passkey", 16), ("recall", 64)])
 def test_too_short_a_window_is_refused(name, shortest):
     task = TASKS[name](64)
     make_windows(task, [0], shortest, split="test")
     with pytest.raises(ValueError, match=f"at least {shortest} for {name}, got {shortest - 1}"):
         make_windows(task, [0], shortest - 1, split="test")
-
-
-@pytest.mark.parametrize("name", TASKS)
-def test_vocabulary_grows_with_the_pairs_only(name):
-    sizes = [TASKS[name](length).vocab_size for length in (64, 256, 2048)]
-    assert sizes == ([66] * 3 if name == "passkey" else [96, 288, 2080])

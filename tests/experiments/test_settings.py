@@ -6,7 +6,6 @@ import pytest
 
 from mosar.experiments.settings import Axis, ExperimentSettings
 from mosar.geometries import PAPER_VARIANTS
-from mosar.records import Cell
 
 
 def settings(**given):
@@ -43,11 +42,6 @@ def test_an_axis_repeats_those_who_read_it(dataset):
     assert barriers == [6.0, 4.0, 6.0, 8.0, 4.0, 6.0, 8.0]
 
 
-def test_every_variant_reads_an_axis_of_the_model_or_the_training():
-    experiment = settings(grid=Axis.parse("train.learning_rate=1e-3,2e-3"))
-    assert len(experiment.cells()) == 16
-
-
 @pytest.mark.parametrize("key", ["attention.rope_theta=1e3,1e4", "attention.rope_fraction=0.5,1"])
 def test_alibi_does_not_rotate(key):
     cells = settings(grid=Axis.parse(key)).cells()
@@ -70,11 +64,6 @@ def test_an_axis_of_regimes(dataset):
     # What no file can be called is named by its hash.
     assert len({cell.name for cell in mosar}) == 2
     assert all("{" not in cell.name and len(cell.name) < 60 for cell in mosar)
-
-
-def test_a_cell_is_named_after_what_it_is():
-    cell = Cell(variant="mosar", preset="small", seed=2, grid={"attention.cost_weight": "1e-2"})
-    assert cell.name == "mosar-seed2-attention.cost_weight=1e-2"
 
 
 @pytest.mark.parametrize(
@@ -146,11 +135,6 @@ def test_refused_axis(text, said):
 def test_what_cannot_be_evaluated_is_refused_before_training(dataset, given, said):
     with pytest.raises(ValueError, match=said):
         settings(variants=("rope",), data=dataset, **given).check_cells()
-
-
-def test_what_can_just_be_evaluated(dataset):
-    settings(variants=("rope",), data=dataset, lengths=("47x",), eval_tokens=3008).check_cells()
-    settings(preset="retrieval", lengths=("256", "1024"), eval_tokens=1024).check_cells()
 
 
 def test_only_text_needs_data():

@@ -237,6 +237,7 @@ def test_training_after_inference_mode():
     with torch.inference_mode():
         decoder(some_tokens())
     loss_of(decoder, some_tokens()).backward()
+    assert all(parameter.grad.isfinite().all() for parameter in decoder.parameters())
 
 
 def count(decoder):

@@ -210,6 +210,7 @@ def test_too_little_data_and_too_small_a_vocabulary(smoke, tmp_path):
 
 def test_a_larger_vocabulary_than_the_data_needs(smoke, tmp_path):
     train(smoke("rope", *SHORT, "model.vocab_size=300"), tmp_path / "run", progress=False)
+    assert read_metrics(tmp_path / "run", "train")[-1]["step"] == 6
 
 
 def test_log_every(smoke, tmp_path):

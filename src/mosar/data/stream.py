@@ -58,11 +58,6 @@ class TokenStream:
         """The sha256 of the tokens: two streams are the same if this is."""
         return self.manifest.files[tokens_file(self.split)].sha256
 
-    @property
-    def bytes_per_token(self) -> float:
-        """Bytes of text a token stands for on average: nats a token to bits a byte."""
-        return self.manifest.splits[self.split].text_bytes / self.num_tokens
-
     def num_windows(self, length: int) -> int:
         """How many windows of `length` inputs there are."""
         if not isinstance(length, Integral) or length < 1:
@@ -98,11 +93,6 @@ class TokenStream:
                 f"got {chosen.min()} to {chosen.max()}"
             )
         return chosen * int(length)
-
-
-def window_order(num_windows: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """The order in which an epoch reads its windows: each once."""
-    return _permute(np.arange(num_windows, dtype=np.int64), num_windows, seed, epoch)
 
 
 def batch_indices(step: int, batch_size: int, num_windows: int, seed: int) -> NDArray[np.int64]:
