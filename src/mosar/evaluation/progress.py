@@ -25,11 +25,8 @@ def say(message: str) -> None:
 def length_progress(label: str, total: int, *, enabled: bool) -> Iterator[Callable[[], None]]:
     """Gives what to call after each of `total` passes."""
     console = Console(stderr=True, soft_wrap=True)
-    if not enabled or not console.is_terminal:
-        if enabled:
-            console.print(label, markup=False, highlight=False)
-        yield lambda: None
-        return
+    if enabled and not console.is_terminal:
+        console.print(label, markup=False, highlight=False)
     with Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=24),
@@ -40,11 +37,8 @@ def length_progress(label: str, total: int, *, enabled: bool) -> Iterator[Callab
         transient=True,
         # No refreshing thread: it would run while we measure.
         auto_refresh=False,
+        disable=not (enabled and console.is_terminal),
     ) as bar:
         task = bar.add_task(label, total=total)
-
-        def advance() -> None:
-            bar.update(task, advance=1, refresh=True)
-
         bar.refresh()
-        yield advance
+        yield lambda: bar.update(task, advance=1, refresh=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -74,7 +75,7 @@ def make_plan(
     context: int,
     gpus: int,
     windows: int | None = None,
-    limit: float | None = None,
+    limit: float = math.inf,
     curves: Sequence[DensityCurve] = (),
     **sizes: int | None,
 ) -> Plan:
@@ -94,14 +95,13 @@ def make_plan(
         except PlanError as error:
             refused = refused or error
             continue
-        if limit is None or plan.value(*PEAK) <= limit:
+        if plan.value(*PEAK) <= limit:
             return plan
         if best is None or plan.value(*PEAK) < best.value(*PEAK):
             best = plan
     if best is None:
         assert refused is not None
         raise refused
-    assert limit is not None
     short = (
         f"No such mesh fits {say(limit, 'B')} a rank; this is the one that needs least. "
         "Fewer tokens in a pass (--set train.micro_batch), train.checkpoint_activations=true, or "
