@@ -1,4 +1,4 @@
-"""docs/traceability.md tells the truth: what it names exists."""
+"""docs/traceability.md and docs/architecture.md tell the truth: what they name exists."""
 
 import ast
 import re
@@ -93,3 +93,23 @@ def test_every_statement_has_a_test_of_its_own():
     file = "tests/core/test_checklist.py"
     written = {f"{file}::{name}" for name in definitions(ROOT / file) if name.startswith("test_")}
     assert written <= {test for row in CHECKLIST for test in quoted(row[2])}
+
+
+def walks():
+    """The rows of the tables in docs/architecture.md: a file under src/mosar, and names in it."""
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rows = [line.split("|")[1:-1] for line in page.splitlines() if line.startswith("|")]
+    return [(quoted(row[1]), quoted(row[2])) for row in rows if quoted(row[1])]
+
+
+@pytest.mark.parametrize(("files", "names"), walks(), ids=[files[0] for files, _ in walks()])
+def test_step_of_a_walk_is_there(files, names):
+    (path,) = (ROOT / "src" / "mosar" / file for file in files)
+    assert path.is_file()
+    assert not set(names) - (definitions(path) if names else set())
+
+
+def test_the_walks_lead_through_every_part():
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    parts = {path.parent.name for path in (ROOT / "src" / "mosar").glob("*/__init__.py")}
+    assert not [part for part in parts - {"bench", "cli"} if part not in page]
