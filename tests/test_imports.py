@@ -20,7 +20,7 @@ HEAVY = ("transformers", "matplotlib", "triton", "typer", "rich")
 SHARED = {"mosar.errors"}
 PURE = ("core", "kernels", "geometries", "model", "integrations/megatron")
 # What all parts may import but those that know nothing of files.
-SHARED = {"mosar.errors", "mosar.files", "mosar.version"}
+SHARED = {"mosar.errors", "mosar.files", "mosar.schema", "mosar.version"}
 PURE = ("core", "kernels", "geometries", "model", "integrations/megatron")
 # Third-party modules and parts of mosar that each part may import, besides the standard library.
 MAY_IMPORT = {
@@ -35,7 +35,7 @@ MAY_IMPORT = {
     },
     "data": {
         *("torch", "numpy", "rich", "tokenizers", "datasets", "pyarrow"),
-        "mosar.data",
+        *("mosar.core.checks", "mosar.data"),
     },
     "model": {
         *("torch", "mosar.attention", "mosar.core", "mosar.geometries", "mosar.kernels"),

@@ -10,8 +10,9 @@ import json
 import math
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
-from numbers import Integral, Real
 from typing import Any, Literal, NamedTuple
+
+from mosar.core.checks import check_counts, check_number, is_count
 
 Composition = Literal["mean", "min", "max"]
 COMPOSITIONS = ("mean", "min", "max")
@@ -21,23 +22,10 @@ COMPOSITIONS = ("mean", "min", "max")
 _SMALLEST_EPSILON = 1.2e-38
 
 
-def _is_real(value: object) -> bool:
-    if not isinstance(value, Real) or isinstance(value, bool):
-        return False
-    try:
-        return math.isfinite(value)
-    except OverflowError:
-        return False
-
-
 def check_config(config: object) -> None:
     """Refuses what is not a MoSARConfig, by name, before anything asks it for a field."""
     if not isinstance(config, MoSARConfig):
         raise ValueError(f"config must be a MoSARConfig, got {type(config).__name__}")
-
-
-def _is_count(value: object, minimum: int) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= minimum
 
 
 @dataclass(frozen=True)
@@ -54,17 +42,11 @@ class Regime:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
             raise ValueError(f"regime name must be a non-empty string, got {self.name!r}")
-        if not _is_real(self.reach) or self.reach <= 0:
-            raise ValueError(
-                f"regime {self.name!r}: reach must be a finite number > 0, got {self.reach!r}"
-            )
-        if not _is_real(self.plateau) or not 0 <= self.plateau <= 1:
-            raise ValueError(
-                f"regime {self.name!r}: plateau must lie in [0, 1], got {self.plateau!r}"
-            )
-        # Plain numbers, so that a configuration made from numpy's goes to JSON too.
-        object.__setattr__(self, "reach", float(self.reach))
-        object.__setattr__(self, "plateau", float(self.plateau))
+        try:
+            check_number(self, "reach", above=0)
+            check_number(self, "plateau", least=0, most=1)
+        except ValueError as error:
+            raise ValueError(f"regime {self.name!r}: {error}") from None
 
 
 class Gate(NamedTuple):
@@ -77,17 +59,11 @@ class Gate(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MoSARConfig:
-    """Everything that defines MoSAR's geometry and routers; the defaults are the paper's."""
+class RegimeSettings:
+    """What defines regimes and routers at any training length; the defaults are the paper's."""
 
-    max_length: int = 2048
-    """N: the training length, which normalises the reach cost."""
-    regimes: tuple[Regime, ...] = (
-        Regime("S", 128, 0.75),
-        Regime("M", 512, 0.5),
-        Regime("G", 2048, 1.0),
-    )
-    """At least two, by increasing reach; the last one is global."""
+    regimes: tuple[Regime, ...] | None = None
+    """Reaches and plateaus; None: the default geometry scaled to the training length."""
     router_hidden: int = 64
     """d_r: hidden width of each router MLP."""
     temperature: float = 1.0
@@ -106,21 +82,11 @@ class MoSARConfig:
     """The first keys of a row (of a segment) that every query may read with gate 1."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "regimes", _as_regimes(self.regimes))
-        for name, minimum in (
-            ("max_length", 1),
-            ("router_hidden", 1),
-            ("routing_groups", 1),
-            ("num_sinks", 0),
-        ):
-            if not _is_count(getattr(self, name), minimum):
-                raise ValueError(f"{name} must be an integer >= {minimum}, got {self._got(name)}")
-            object.__setattr__(self, name, int(getattr(self, name)))
+        if self.regimes is not None:
+            object.__setattr__(self, "regimes", _as_regimes(self.regimes))
+        check_counts(self, {"router_hidden": 1, "routing_groups": 1, "num_sinks": 0})
         for name in ("temperature", "barrier", "exponent", "epsilon"):
-            value = getattr(self, name)
-            if not _is_real(value) or value <= 0:
-                raise ValueError(f"{name} must be a finite number > 0, got {self._got(name)}")
-            object.__setattr__(self, name, float(value))
+            check_number(self, name, above=0)
         if self.epsilon < _SMALLEST_EPSILON:
             raise ValueError(
                 f"epsilon must be at least {_SMALLEST_EPSILON} (float32 holds nothing smaller), "
@@ -134,24 +100,30 @@ class MoSARConfig:
             )
         if self.composition not in COMPOSITIONS:
             raise ValueError(f"composition must be one of {COMPOSITIONS}, got {self.composition!r}")
-        if len(self.regimes) < 2:
-            raise ValueError(
-                f"regimes must hold at least 2 regimes, the last one global, got {self.regimes!r}"
-            )
-        names = [regime.name for regime in self.regimes]
-        if len(set(names)) != len(names):
-            raise ValueError(f"regimes must have distinct names, got {names}")
-        reaches = [regime.reach for regime in self.regimes]
-        if any(b <= a for a, b in pairwise(reaches)):
-            raise ValueError(f"regimes must have increasing reaches, got {reaches}")
 
-    def _got(self, name: str) -> str:
-        return repr(getattr(self, name))
+
+@dataclass(frozen=True, kw_only=True)
+class MoSARConfig(RegimeSettings):
+    """Everything that defines MoSAR's geometry and routers; the defaults are the paper's."""
+
+    max_length: int = 2048
+    """N: the training length, which normalises the reach cost."""
+    regimes: tuple[Regime, ...] = (
+        Regime("S", 128, 0.75),
+        Regime("M", 512, 0.5),
+        Regime("G", 2048, 1.0),
+    )
+    """At least two, by increasing reach; the last one is global."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "regimes", _as_regimes(self.regimes))
+        check_counts(self, {"max_length": 1})
+        super().__post_init__()
 
     @classmethod
     def scaled(cls, max_length: int, **changes: Any) -> MoSARConfig:
         """The default geometry for another training length N: reaches N/16, N/4 and N."""
-        if not _is_count(max_length, 1):
+        if not is_count(max_length, 1):
             raise ValueError(f"max_length must be an integer >= 1, got {max_length!r}")
         regimes = (
             Regime("S", max_length / 16, 0.75),
@@ -183,7 +155,8 @@ class MoSARConfig:
         return names.index(name)
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"regimes": [asdict(regime) for regime in self.regimes]}
+        regimes = [asdict(regime) for regime in self.regimes]
+        return {"max_length": self.max_length} | asdict(self) | {"regimes": regimes}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> MoSARConfig:
@@ -210,7 +183,7 @@ class MoSARConfig:
 
 
 def _as_regimes(value: object) -> tuple[Regime, ...]:
-    """Regimes as given, or as JSON holds them: objects with name, reach and plateau."""
+    """Regimes that fit together, from objects or as JSON holds them: name, reach and plateau."""
     if not isinstance(value, (list, tuple)):
         raise ValueError(f"regimes must be a sequence of Regime, got {value!r}")
     regimes = []
@@ -222,4 +195,14 @@ def _as_regimes(value: object) -> tuple[Regime, ...]:
         if not isinstance(item, Regime):
             raise ValueError(f"regimes must be a sequence of Regime, got the item {item!r}")
         regimes.append(item)
+    if len(regimes) < 2:
+        raise ValueError(
+            f"regimes must hold at least 2 regimes, the last one global, got {tuple(regimes)!r}"
+        )
+    names = [regime.name for regime in regimes]
+    if len(set(names)) != len(names):
+        raise ValueError(f"regimes must have distinct names, got {names}")
+    reaches = [regime.reach for regime in regimes]
+    if any(b <= a for a, b in pairwise(reaches)):
+        raise ValueError(f"regimes must have increasing reaches, got {reaches}")
     return tuple(regimes)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Literal, get_args
+
+from mosar.core.checks import check_counts
 
 Task = Literal["text", "passkey", "recall"]
 
@@ -31,9 +32,7 @@ class DataConfig:
             raise ValueError(
                 f"isolate_documents must be true or false, got {self.isolate_documents!r}"
             )
-        if not isinstance(self.seed, Integral) or isinstance(self.seed, bool) or self.seed < 0:
-            raise ValueError(f"seed must be an integer >= 0, got {self.seed!r}")
-        object.__setattr__(self, "seed", int(self.seed))
+        check_counts(self, {"seed": 0})
         if self.task not in get_args(Task):
             raise ValueError(f"task must be one of {get_args(Task)}, got {self.task!r}")
         if self.task != "text" and self.isolate_documents:

@@ -18,6 +18,7 @@ from typing import Any
 
 from mosar.errors import DataError
 from mosar.files import file_checksum, parse_json, sealed, unsealed
+from mosar.schema import decode
 from mosar.version import __version__
 
 FORMAT = "mosar-tokens"
@@ -154,14 +155,7 @@ class Manifest:
         if version != VERSION or not is_sealed:
             raise DataError(f"{path} was altered: its checksum is wrong; {_AGAIN}")
         del values["format"], values["version"]
-        nested: dict[str, Any] = {
-            "tokenizer": TokenizerEntry(**values["tokenizer"]),
-            "splits": {name: SplitEntry(**entry) for name, entry in values["splits"].items()},
-            "files": {name: FileEntry(**entry) for name, entry in values["files"].items()},
-            "sources": [SourceEntry(**entry) for entry in values["sources"]],
-            "valid_sources": [SourceEntry(**entry) for entry in values["valid_sources"]],
-        }
-        return cls(**values | nested)
+        return decode(cls, values, str(path))
 
     def check_sizes(self, folder: Path | str) -> None:
         """A DataError that names the first file that is missing or of the wrong size."""

@@ -19,11 +19,11 @@ from mosar.evaluation.retrieval import check_questions
 from mosar.evaluation.validation_text import check_blocks, default_tokens
 from mosar.geometries import PAPER_VARIANTS, VARIANTS
 from mosar.records import Cell
+from mosar.schema import check_name
 from mosar.training.batches import data_fingerprint
 from mosar.training.config import (
     PRESETS,
     RunConfig,
-    check_name,
     parse_changes,
     resolve_config,
 )

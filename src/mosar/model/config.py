@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from numbers import Integral, Real
 
+from mosar.core.checks import check_counts, check_number
 from mosar.geometries import HeadShape
 
 
@@ -41,19 +40,12 @@ class ModelConfig:
     """Standard deviation of every weight matrix at initialisation."""
 
     def __post_init__(self) -> None:
-        for name in (
-            *("vocab_size", "hidden_size", "num_layers", "num_heads"),
-            *("num_kv_heads", "head_dim", "ffn_size", "max_length"),
-        ):
-            value = getattr(self, name)
-            if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
-            object.__setattr__(self, name, int(value))
+        sizes = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
+        check_counts(self, dict.fromkeys((*sizes, "ffn_size", "max_length"), 1))
         for name in ("query_pre_attn_scalar", "norm_eps", "init_std"):
-            self._check_number(name, "a finite number > 0")
+            check_number(self, name, above=0, keep_integers=True)
         for name in ("attn_softcap", "final_softcap"):
-            if getattr(self, name) is not None:
-                self._check_number(name, "None or a finite number > 0")
+            check_number(self, name, above=0, optional=True, keep_integers=True)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads must be a multiple of num_kv_heads={self.num_kv_heads}, "
@@ -64,10 +56,3 @@ class ModelConfig:
     def head_shape(self) -> HeadShape:
         """What a geometry must know of the model."""
         return HeadShape(self.num_heads, self.num_kv_heads, self.head_dim, self.max_length)
-
-    def _check_number(self, name: str, rule: str) -> None:
-        value = getattr(self, name)
-        number = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
-        if not number or value <= 0:
-            raise ValueError(f"{name} must be {rule}, got {value!r}")
-        object.__setattr__(self, name, int(value) if isinstance(value, Integral) else float(value))

@@ -18,7 +18,7 @@ from mosar.records.evaluation import EvaluationRecord, RetrievalRecord
 from mosar.records.files import append_record, read_records, record_line
 from mosar.records.machine import environment
 from mosar.records.measurement import ErrorCheck, Measurement
-from mosar.records.record import SCHEMA_VERSION, Record, check_fields
+from mosar.records.record import SCHEMA_VERSION, Record
 from mosar.records.retrofit import RetrofitEvaluation, RetrofitSpeed
 from mosar.records.training import Cell, TrainingRecord
 
@@ -39,7 +39,6 @@ __all__ = [
     "TrainingBenchmark",
     "TrainingRecord",
     "append_record",
-    "check_fields",
     "environment",
     "read_records",
     "record_line",

@@ -18,6 +18,7 @@ from mosar.records.evaluation import EvaluationRecord, RetrievalRecord
 from mosar.records.record import SCHEMA_VERSION, Record
 from mosar.records.retrofit import RetrofitEvaluation, RetrofitSpeed
 from mosar.records.training import TrainingRecord
+from mosar.schema import decode
 
 _KINDS: dict[str, type[Record]] = {
     cls.kind: cls
@@ -78,4 +79,4 @@ def _decode(line: bytes) -> Record:
     if kind not in _KINDS:
         raise ValueError(f"kind must be one of {sorted(_KINDS)}, got {kind!r}")
     values.pop("derived", None)
-    return _KINDS[kind].from_fields(values)
+    return decode(_KINDS[kind], values, _KINDS[kind].__name__, loose=True)

@@ -5,11 +5,9 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass
 
-from mosar.records.record import Fields
-
 
 @dataclass(frozen=True, kw_only=True)
-class Measurement(Fields):
+class Measurement:
     """What was measured of one competitor, or why nothing was."""
 
     samples_ms: tuple[float, ...] = ()
@@ -29,7 +27,7 @@ class Measurement(Fields):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ErrorCheck(Fields):
+class ErrorCheck:
     """The largest error of a tensor against float64, and the budget it had."""
 
     error: float | None

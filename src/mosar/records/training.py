@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from mosar.records.record import Fields, Record
+from mosar.records.record import Record
 
 
 def _word(text: str) -> str:
@@ -18,7 +18,7 @@ def _word(text: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cell(Fields):
+class Cell:
     """Which cell of an experiment a record belongs to."""
 
     variant: str

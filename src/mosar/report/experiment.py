@@ -29,6 +29,7 @@ from mosar.records import (
     read_records,
 )
 from mosar.report.checks import check_record
+from mosar.schema import decode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +164,7 @@ def _read_failures(folder: Path) -> Iterable[Failure]:
         cell = values.get("cell", path.stem)
         if isinstance(cell, dict):
             try:
-                cell = Cell.from_fields(cell).name
+                cell = decode(Cell, cell, "cell", loose=True).name
             except (ValueError, TypeError, AttributeError):
                 cell = path.stem
         error = " ".join(str(values.get("error", "unknown")).split())

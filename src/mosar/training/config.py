@@ -11,20 +11,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
-from difflib import get_close_matches
-from numbers import Integral, Real
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Literal, TypeGuard, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args
 
+from mosar import schema
+from mosar.core.checks import check_counts, check_number, is_real
 from mosar.data.config import DataConfig
 from mosar.data.tasks import TASKS
-from mosar.files import parse_json
 from mosar.geometries import VARIANTS, AttentionConfig
 from mosar.model.config import ModelConfig
+from mosar.schema import check_name
 from mosar.training.precision import automatic_precision
 from mosar.training.presets import PRESETS
 
@@ -83,26 +81,17 @@ class TrainConfig:
     """Write the metrics for TensorBoard too."""
 
     def __post_init__(self) -> None:
-        for name, minimum in _COUNTS.items():
-            value = getattr(self, name)
-            if not _is_count(value, minimum):
-                raise ValueError(f"{name} must be an integer >= {minimum}, got {value!r}")
-        decay_steps = self.steps if self.decay_steps is None else self.decay_steps
-        if not _is_count(decay_steps, 1):
-            raise ValueError(f"decay_steps must be an integer >= 1, got {decay_steps!r}")
-        # Said in full, so that a longer run of the same schedule is seen to be one.
-        object.__setattr__(self, "decay_steps", decay_steps)
-        for name, most in (("learning_rate", math.inf), ("min_learning_rate", self.learning_rate)):
-            value = getattr(self, name)
-            if not _is_real(value) or not 0 <= value <= most:
-                bound = ">= 0" if most == math.inf else f"in [0, learning_rate = {most!r}]"
-                raise ValueError(f"{name} must be a finite number {bound}, got {value!r}")
-        if not _is_real(self.weight_decay) or self.weight_decay < 0:
-            raise ValueError(f"weight_decay must be a number >= 0, got {self.weight_decay!r}")
-        if self.grad_clip is not None and (not _is_real(self.grad_clip) or self.grad_clip <= 0):
-            raise ValueError(f"grad_clip must be none or a number > 0, got {self.grad_clip!r}")
+        if self.decay_steps is None:
+            # Said in full, so that a longer run of the same schedule is seen to be one.
+            object.__setattr__(self, "decay_steps", self.steps)
+        check_counts(self, _COUNTS)
+        check_number(self, "learning_rate", least=0, keep_integers=True)
+        most = self.learning_rate
+        check_number(self, "min_learning_rate", least=0, most=most, keep_integers=True)
+        check_number(self, "weight_decay", least=0, keep_integers=True)
+        check_number(self, "grad_clip", above=0, optional=True, keep_integers=True)
         betas = self.betas
-        if len(betas) != 2 or not all(_is_real(beta) and 0 <= beta < 1 for beta in betas):
+        if len(betas) != 2 or not all(is_real(beta) and 0 <= beta < 1 for beta in betas):
             raise ValueError(f"betas must be two numbers in [0, 1), got {betas!r}")
         if self.precision not in PRECISIONS:
             raise ValueError(f"precision must be one of {PRECISIONS}, got {self.precision!r}")
@@ -129,28 +118,17 @@ class DistributedConfig:
     """Seconds to wait for the other processes before the job is given up."""
 
     def __post_init__(self) -> None:
-        for name in ("data", "shard", "tensor"):
-            value = getattr(self, name)
-            if not _is_count(value, 1) and not (name == "data" and value is None):
-                rule = "none or an integer >= 1" if name == "data" else "an integer >= 1"
-                raise ValueError(f"{name} must be {rule}, got {value!r}")
-        if not _is_real(self.timeout) or not 1 <= self.timeout <= 1e6:
-            raise ValueError(f"timeout must be seconds in [1, 1e6], got {self.timeout!r}")
+        given = ("shard", "tensor") if self.data is None else ("data", "shard", "tensor")
+        check_counts(self, dict.fromkeys(given, 1))
+        check_number(self, "timeout", least=1, most=1e6, keep_integers=True)
 
 
 _COUNTS = {
-    **dict.fromkeys(("steps", "micro_batch", "accumulation", "eval_every", "eval_batches"), 1),
+    **dict.fromkeys(("steps", "decay_steps", "micro_batch", "accumulation"), 1),
+    **dict.fromkeys(("eval_every", "eval_batches"), 1),
     **dict.fromkeys(("checkpoint_every", "keep_last", "log_every"), 1),
     **dict.fromkeys(("warmup_steps", "seed", "loss_chunk", "keep_every"), 0),
 }
-
-
-def _is_count(value: object, minimum: int) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= minimum
-
-
-def _is_real(value: object) -> TypeGuard[float]:
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,22 +155,17 @@ class RunConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON holds it: an object a section."""
-        return json.loads(json.dumps(asdict(self), default=str))
+        values = asdict(self) | {"attention": self.attention.to_dict()}
+        return json.loads(json.dumps(values, default=str))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RunConfig:
         """The configuration that `to_dict` gave; a ValueError names an unknown or missing key."""
-        unknown = sorted(set(values) - {*SECTIONS, *_LABELS})
-        missing = sorted(set(SECTIONS) - set(values) - {"distributed"})
-        if unknown or missing:
-            raise ValueError(f"a run's configuration lacks {missing} and has unknown {unknown}")
-        given: dict[str, Any] = {name: str(values.get(name, "")) for name in _LABELS}
-        for name, kind in SECTIONS.items():
-            section = values.get(name, {})
-            if isinstance(section, dict):
-                section = {**_ADDED.get(name, {}), **section}
-            given[name] = _decode(kind, section, name)
-        return cls(**given)
+        given = {**dict.fromkeys(_LABELS, ""), "distributed": {}, **values}
+        for name, added in _ADDED.items():
+            if isinstance(given.get(name), dict):
+                given[name] = added | given[name]
+        return schema.decode(cls, given, "run")
 
     def flat(self) -> dict[str, Any]:
         """Dotted key -> value, as JSON holds it; labels left out."""
@@ -253,8 +226,7 @@ def known_keys() -> dict[str, Any]:
     return {
         f"{section}.{name}": annotation
         for section, kind in SECTIONS.items()
-        for name, annotation in get_type_hints(kind).items()
-        if name in {field.name for field in fields(kind)}
+        for name, annotation in schema.field_types(kind).items()
     }
 
 
@@ -294,7 +266,9 @@ def resolve_config(
 def changed_config(config: RunConfig, changes: Iterable[str]) -> RunConfig:
     """`config` with changes like "train.steps=60"."""
     kinds = known_keys()
-    values = {key: _decode(kinds[key], value, key) for key, value in config.flat().items()}
+    values = {
+        key: schema.decode_value(kinds[key], value, key) for key, value in config.flat().items()
+    }
     changed = parse_changes(changes)
     if changed.get("train.steps") and values["train.decay_steps"] == values["train.steps"]:
         # It was not set apart from the steps, so it follows them.
@@ -320,113 +294,6 @@ def _vocab_size(folder: str) -> int:
     return Manifest.read(folder).tokenizer.vocab_size
 
 
-def check_name(what: str, name: str, known: Iterable[str]) -> None:
-    known = list(known)
-    if name not in known:
-        raise ValueError(
-            f"{what} must be one of {', '.join(known)}, got {name!r}{_nearest(name, known)}"
-        )
-
-
 def parse_changes(changes: Iterable[str]) -> dict[str, Any]:
     """ "train.steps=60" -> {"train.steps": 60}; a ValueError names the nearest known key."""
-    kinds = known_keys()
-    parsed = {}
-    for change in changes:
-        key, equals, text = change.partition("=")
-        key = key.strip()
-        if not equals:
-            raise ValueError(f"a change is written dotted.key=value, got {change!r}")
-        if key not in kinds:
-            raise ValueError(f"there is no key {key!r}{_nearest(key, kinds)}")
-        parsed[key] = _parse(kinds[key], text.strip(), key)
-    return parsed
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    known = list(known)
-    last = name.rpartition(".")[2]
-    same_ending = [key for key in known if key.rpartition(".")[2] == last]
-    found = same_ending or get_close_matches(name, known, n=1, cutoff=0.5)
-    if not found:
-        by_ending = {key.rpartition(".")[2]: key for key in known}
-        found = [by_ending[key] for key in get_close_matches(last, by_ending, n=1, cutoff=0.5)]
-    return f"; did you mean {' or '.join(map(repr, found))}?" if found else ""
-
-
-def _parse(kind: Any, text: str, key: str) -> Any:
-    """The value that `text` stands for: plain numbers and words, JSON for anything larger."""
-    options = _options(kind)
-    if NoneType in options and text.lower() in ("none", "null"):
-        return None
-    if bool in options and text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    for number in (int, float):
-        if number in options:
-            try:
-                return number(text)
-            except ValueError:
-                continue
-    if str in options or Path in options:
-        return text
-    if any(get_origin(option) is Literal for option in options):
-        return _decode(kind, text, key)
-    if any(get_origin(option) is tuple or is_dataclass(option) for option in options):
-        try:
-            value = parse_json(text)
-        except ValueError:
-            pass
-        else:
-            return _decode(kind, value, key)
-    raise ValueError(f"{key} must be {_name(kind)}, got {text!r}")
-
-
-def _decode(kind: Any, value: Any, key: str) -> Any:
-    """A value as JSON holds it, turned into `kind`."""
-    for option in _options(kind):
-        origin, arguments = get_origin(option), get_args(option)
-        if option is NoneType and value is None:
-            return None
-        if is_dataclass(option) and isinstance(value, dict):
-            return _decode_dataclass(option, value, key)
-        if origin is Literal and value in arguments:
-            return value
-        if origin is tuple and isinstance(value, (list, tuple)):
-            kinds = [arguments[0]] * len(value) if arguments[-1] is ... else list(arguments)
-            if len(kinds) == len(value):
-                return tuple(_decode(k, v, key) for k, v in zip(kinds, value, strict=True))
-        if option is float and _is_real(value):
-            return float(value)
-        if option in (int, bool, str) and type(value) is option:
-            return value
-        if option is Path and isinstance(value, str):
-            return Path(value)
-    raise ValueError(f"{key} must be {_name(kind)}, got {value!r}")
-
-
-def _decode_dataclass(kind: Any, values: dict[str, Any], key: str) -> Any:
-    hints = get_type_hints(kind)
-    known = [field.name for field in fields(kind)]
-    unknown, missing = sorted(set(values) - set(known)), sorted(set(known) - set(values))
-    if unknown or missing:
-        raise ValueError(f"{key} lacks the keys {missing} and has unknown {unknown}")
-    return kind(**{n: _decode(hints[n], v, f"{key}.{n}") for n, v in values.items()})
-
-
-def _options(kind: Any) -> tuple[Any, ...]:
-    return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
-
-
-def _name(kind: Any) -> str:
-    """A type as an error message says it."""
-    names = {int: "an integer", float: "a number", bool: "true or false", str: "a word"}
-    names |= {NoneType: "none", Path: "a path"}
-
-    def say(option: Any) -> str:
-        if get_origin(option) is Literal:
-            return f"one of {', '.join(get_args(option))}"
-        if get_origin(option) is tuple:
-            return "a list in JSON"
-        return names.get(option, "an object in JSON")
-
-    return " or ".join(say(option) for option in _options(kind))
+    return schema.parse_changes(changes, known_keys())

@@ -180,8 +180,8 @@ def test_evaluate_says_what_is_wrong(base, retrofitted, change, code, message):
     ("change", "code", "message"),
     [
         (("--target-density", "3"), 2, "target_density must be a number in"),
-        (("--set", "speed=1"), 2, "--set takes KEY=VALUE"),
-        (("--set", "updates=many"), 2, "takes a number, got 'many'"),
+        (("--set", "update=1"), 2, "there is no key 'update'; did you mean 'updates'?"),
+        (("--set", "updates=many"), 2, "updates must be an integer, got 'many'"),
         (("--data", "missing.txt"), 1, "missing.txt does not exist"),
         (("--length", "512"), 1, "windows of 512 tokens"),
         (("--length", "513"), 1, "the 512 tokens that the base model reads, got 513; give --len"),

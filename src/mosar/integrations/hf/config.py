@@ -6,7 +6,7 @@ value that fits nowhere is refused here with the text it has everywhere.
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields
+from dataclasses import fields
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -110,10 +110,10 @@ class MosarDecoderConfig(PreTrainedConfig):
         # transformers checks types to the letter.
         for name in ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"):
             sizes[name] = None if sizes[name] is None else float(sizes[name])
-        default = asdict(AttentionConfig())
+        default = AttentionConfig().to_dict()
         chosen = {
             name: value
-            for name, value in asdict(attention).items()
+            for name, value in attention.to_dict().items()
             if value != default[name] or name == "geometry"
         }
         if chosen.get("regimes") is not None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
-from numbers import Integral
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from mosar.core.checks import check_counts, check_number
 from mosar.core.config import MoSARConfig
 from mosar.integrations.retrofit.base_model import BaseIdentity
+from mosar.schema import decode, field_types, parse_changes
 
 KIND = "retrofit"
 
@@ -50,19 +50,9 @@ class RetrofitSettings:
     """Steps between checkpoints, and between evaluations."""
 
     def __post_init__(self) -> None:
-        for name, least in (
-            ("length", 64),
-            ("steps", 1),
-            ("updates", 1),
-            ("queries", 1),
-            ("seed", 0),
-            ("valid_windows", 1),
-            ("checkpoint_every", 1),
-        ):
-            value = getattr(self, name)
-            if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
-                raise ValueError(f"{name} must be an integer >= {least}, got {value!r}")
-            object.__setattr__(self, name, int(value))
+        check_counts(self, {"length": 64, "seed": 0})
+        counts = ("steps", "updates", "queries", "valid_windows", "checkpoint_every")
+        check_counts(self, dict.fromkeys(counts, 1))
         for name, low, high in (
             ("target_density", 1e-4, 1.0),
             ("cost_weight", 1e-7, 1e2),
@@ -73,11 +63,7 @@ class RetrofitSettings:
             ("learning_rate", 1e-9, 1.0),
             ("weight_decay", 0.0, 1.0),
         ):
-            value = getattr(self, name)
-            number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if not number or not math.isfinite(value) or not low <= value <= high:
-                raise ValueError(f"{name} must be a number in [{low}, {high}], got {value!r}")
-            object.__setattr__(self, name, float(value))
+            check_number(self, name, least=low, most=high)
         if self.queries > self.length:
             raise ValueError(f"queries must not exceed length={self.length}, got {self.queries}")
 
@@ -85,12 +71,9 @@ class RetrofitSettings:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> RetrofitSettings:
-        known = {item.name for item in fields(cls)}
-        unknown = sorted(set(values) - known)
-        if unknown:
-            raise ValueError(f"unknown settings {unknown}; known are {sorted(known)}")
-        return cls(**values)
+    def from_dict(cls, values: Mapping[str, Any]) -> RetrofitSettings:
+        """Those that `to_dict` gave; what is missing is the default."""
+        return decode(cls, {**asdict(cls()), **values}, "settings")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +101,7 @@ class RetrofitConfig:
             raise ValueError("it is of another kind of run")
         return cls(
             start=values["start"],
-            base=BaseIdentity(**values["base"]),
+            base=decode(BaseIdentity, values["base"], "base"),
             geometry=MoSARConfig.from_dict(values["geometry"]),
             settings=RetrofitSettings.from_dict(values["settings"]),
         )
@@ -129,17 +112,6 @@ class RetrofitConfig:
 
 def changed_settings(named: Mapping[str, Any], changes: Iterable[str]) -> dict[str, Any]:
     """The named settings with changes like "updates=4"; a ValueError says what is wrong."""
-    values = dict(named)
-    known = {item.name: item.type for item in fields(RetrofitSettings)}
-    for change in changes:
-        key, equals, text = change.partition("=")
-        if not equals or key not in known:
-            raise ValueError(
-                f"--set takes KEY=VALUE with KEY one of {sorted(known)}, got {change!r}"
-            )
-        try:
-            values[key] = int(text) if known[key] == "int" else float(text)
-        except ValueError:
-            raise ValueError(f"--set {key} takes a number, got {text!r}") from None
+    values = {**named, **parse_changes(changes, field_types(RetrofitSettings))}
     RetrofitSettings(**values)
     return values

@@ -1,0 +1,64 @@
+"""Range checks of configurations: a wrong field is named with its rule, a right one made plain.
+
+Plain numbers, so that a configuration made from numpy's goes to JSON too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from numbers import Integral, Real
+from typing import Any, TypeGuard
+
+
+def is_count(value: object, least: int) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
+
+
+def is_real(value: object) -> TypeGuard[float]:
+    """Whether it is a finite number."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def check_counts(config: Any, least: Mapping[str, int]) -> None:
+    """Refuses fields that are not integers of at least so much."""
+    for name, minimum in least.items():
+        value = getattr(config, name)
+        if not is_count(value, minimum):
+            raise ValueError(f"{name} must be an integer >= {minimum}, got {value!r}")
+        object.__setattr__(config, name, int(value))
+
+
+def check_number(
+    config: Any,
+    name: str,
+    *,
+    above: float | None = None,
+    least: float = -math.inf,
+    most: float = math.inf,
+    optional: bool = False,
+    keep_integers: bool = False,
+) -> None:
+    """Refuses a field that is not a finite number above a bound, or within [least, most].
+
+    optional: None is right too. keep_integers: an integer stays one, else it becomes a float.
+    """
+    value = getattr(config, name)
+    if optional and value is None:
+        return
+    if above is not None:
+        rule = f"a finite number > {above:g}"
+    else:
+        rule = f"a finite number >= {least:g}" if most == math.inf else "a number in "
+        rule += "" if most == math.inf else f"[{least}, {most}]"
+    inside = is_real(value) and (value > above if above is not None else least <= value <= most)
+    if not inside:
+        none = "none or " if optional else ""
+        raise ValueError(f"{name} must be {none}{rule}, got {value!r}")
+    whole = keep_integers and isinstance(value, Integral)
+    object.__setattr__(config, name, int(value) if whole else float(value))
