@@ -77,12 +77,7 @@ def mosar_attention(
     if routing not in ROUTINGS:
         raise ValueError(f"routing must be one of {ROUTINGS}, got {routing!r}")
     layout = check_attention_inputs(
-        q,
-        k,
-        v,
-        scale=scale,
-        softcap=softcap,
-        dropout=dropout,
+        *(q, k, v, scale, softcap, dropout),
         window=window,
         query_positions=query_positions,
         key_positions=key_positions,
@@ -104,10 +99,10 @@ def attend(
     softcap: float | None = None,
     return_lse: bool = False,
     impl: str = "auto",
-    **placement: Tensor | float | None,
+    **placement: Any,
 ) -> Any:
     """The same with a bias that was made elsewhere, and is taken as it is."""
-    layout = check_attention_inputs(q, k, v, scale=scale, softcap=softcap, dropout=0.0, **placement)
+    layout = check_attention_inputs(q, k, v, scale, softcap, **placement)
     if isinstance(bias, MixtureBias):
         _check_routing_probabilities(q, k, bias.query, bias.key, bias.config)
     return _attend(q, k, v, layout, bias, scale, softcap, return_lse, impl)
@@ -173,12 +168,7 @@ def distance_attention(
     Everything else is as in `mosar_attention`.
     """
     layout = check_attention_inputs(
-        q,
-        k,
-        v,
-        scale=scale,
-        softcap=softcap,
-        dropout=dropout,
+        *(q, k, v, scale, softcap, dropout),
         window=window,
         query_positions=query_positions,
         key_positions=key_positions,

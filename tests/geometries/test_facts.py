@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from mosar import Regime
-from mosar.geometries import GEOMETRIES, NATIVE, VARIANTS, AttentionConfig, Geometry, HeadShape
+from mosar.geometries import GEOMETRIES, UNROUTED, VARIANTS, AttentionConfig, Geometry, HeadShape
 
 SHAPE = HeadShape(num_heads=4, num_kv_heads=2, head_dim=8, max_length=512)
 
@@ -40,10 +40,10 @@ def test_pairs_of_a_window_in_documents():
 @pytest.mark.parametrize(
     ("variant", "routings"),
     [
-        ("rope", (NATIVE,)),
-        ("alibi", (NATIVE,)),
-        ("rope-m-mask", (NATIVE,)),
-        ("fixed-s", (NATIVE, "sparse")),
+        ("rope", (UNROUTED,)),
+        ("alibi", (UNROUTED,)),
+        ("rope-m-mask", (UNROUTED,)),
+        ("fixed-s", (UNROUTED, "sparse")),
         ("mosar", ("soft", "top1", "sparse")),
     ],
 )

@@ -28,10 +28,9 @@ def check_attention_inputs(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
     scale: float | None,
     softcap: float | None,
-    dropout: float,
+    dropout: float = 0.0,
     **placement: Tensor | float | None,
 ) -> Layout:
     """Checks what every kind of attention takes, and resolves which pairs exist."""

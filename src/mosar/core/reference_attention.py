@@ -203,12 +203,7 @@ class MoSARReferenceAttention(nn.Module):
         if routing not in ("soft", "top1", "sparse"):
             raise ValueError(f"routing must be one of soft, top1, sparse, got {routing!r}")
         layout = check_attention_inputs(
-            q,
-            k,
-            v,
-            scale=self.scale,
-            softcap=self.softcap,
-            dropout=0.0,
+            *(q, k, v, self.scale, self.softcap),
             window=window,
             query_positions=query_positions,
             key_positions=key_positions,

@@ -7,7 +7,7 @@ name; a variant is a named setting of it in `VARIANTS`. docs/geometries.md shows
 from mosar.geometries.alibi import Alibi
 from mosar.geometries.config import GEOMETRIES, AttentionConfig
 from mosar.geometries.geometry import (
-    NATIVE,
+    UNROUTED,
     Attended,
     Geometry,
     HeadShape,
@@ -21,8 +21,8 @@ from mosar.geometries.rope import Rope
 
 __all__ = [
     "GEOMETRIES",
-    "NATIVE",
     "PAPER_VARIANTS",
+    "UNROUTED",
     "VARIANTS",
     "Alibi",
     "Attended",

@@ -25,13 +25,13 @@ from mosar.core.outputs import LayerRouting
 from mosar.core.positional import positions_in_segments
 from mosar.geometries.config import AttentionConfig
 
-NATIVE = "native"
-"""The one way to execute a geometry without routers, where records name a routing."""
+UNROUTED = "native"
+"""How records name the routing of a geometry without routers; no implementation is meant."""
 
 
 def operator_routing(routing: str) -> Routing:
     """The routing of the operators that executes a model as a record names it."""
-    return cast(Routing, "soft" if routing == NATIVE else routing)
+    return cast(Routing, "soft" if routing == UNROUTED else routing)
 
 
 class HeadShape(NamedTuple):
@@ -193,7 +193,7 @@ class Geometry(nn.Module):
         """How a trained model can be executed; the first is what it was trained with."""
         if self.routed:
             return ROUTINGS
-        return (NATIVE,) if self.band("sparse") == self.band(NATIVE) else (NATIVE, "sparse")
+        return (UNROUTED,) if self.band("sparse") == self.band(UNROUTED) else (UNROUTED, "sparse")
 
     def band(self, routing: str) -> float | None:
         """The distance beyond which it reads no pair under `routing`; None: it reads all pairs."""
@@ -207,7 +207,7 @@ class Geometry(nn.Module):
         self,
         shape: tuple[int, int],
         *,
-        routing: str = NATIVE,
+        routing: str = UNROUTED,
         labels: tuple[Tensor, Tensor] | None = None,
         segment_ids: Tensor | None = None,
     ) -> tuple[int, int] | None:

@@ -12,7 +12,7 @@ from mosar.attention import ROUTINGS
 from mosar.data.manifest import Manifest
 from mosar.evaluation.loaded_run import LoadedRun
 from mosar.evaluation.store import EVALUATIONS
-from mosar.geometries import NATIVE
+from mosar.geometries import UNROUTED
 from mosar.records import EvaluationRecord, RetrievalRecord, read_records
 from mosar.version import __version__
 
@@ -196,7 +196,7 @@ def _records(loaded: LoadedRun) -> list[EvaluationRecord | RetrievalRecord]:
         if isinstance(record, EvaluationRecord | RetrievalRecord)
         and record.inputs.get("checkpoint") == loaded.checksum
     ]
-    order = (NATIVE, *ROUTINGS)
+    order = (UNROUTED, *ROUTINGS)
     return sorted(ours, key=lambda record: (record.length, order.index(record.routing)))
 
 

@@ -52,12 +52,8 @@ def attend(
     GEOMETRY, `table` [R * C, length] those of WORTH, `table` [1 or Hq, length] in base 2 and slopes
     the bias of TABLE.
     """
+    common = _common(locals())
     out, lse, softmax = empty_results(q)
-    common = _common(
-        q, k, v, pi_q, pi_k, query_order, key_order, query_places, key_places, query_offsets,
-        run_lo, table, level_until, slopes, plateaus, falls, groups, bias, scale, softcap,
-        barrier, exponent, epsilon,
-    )  # fmt: skip
     kernel, blocks = choose("forward", q.shape[3], q.dtype, q.device)
     with launching_on(q):
         wrap_triton(kernel)[_query_grid(q, k, query_offsets)](
@@ -108,13 +104,9 @@ def attend_backward(
     epsilon: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv, and dpi_q, dpi_k (empty without WORTH)."""
+    common = _common(locals())
     batch, heads, _, dim = q.shape
     kv_heads, keys = k.shape[1:3]
-    common = _common(
-        q, k, v, pi_q, pi_k, query_order, key_order, query_places, key_places, query_offsets,
-        run_lo, table, level_until, slopes, plateaus, falls, groups, bias, scale, softcap,
-        barrier, exponent, epsilon,
-    )  # fmt: skip
     common |= {
         "dout": dout,
         "row_max": softmax[0],
@@ -181,12 +173,10 @@ def attend_backward(
     return dq, dk, dv, dpi_q, F.pad(dpi_k, (0, pi_k.shape[-1] - regimes))
 
 
-def _common(
-    q, k, v, pi_q, pi_k, query_order, key_order, query_places, key_places, query_offsets,
-    run_lo, table, level_until, slopes, plateaus, falls, groups, bias, scale, softcap,
-    barrier, exponent, epsilon,
-) -> dict[str, Any]:  # fmt: skip
-    """The arguments that all kernels take."""
+def _common(given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that all kernels take, of those that an operator was given."""
+    q, k, v, run_lo, table = (given[name] for name in ("q", "k", "v", "run_lo", "table"))
+    pi_q, pi_k, groups, exponent = (given[x] for x in ("pi_q", "pi_k", "groups", "exponent"))
     batch, heads, queries, dim = q.shape
     kv_heads, keys = k.shape[1:3]
     plan_rows, _, classes = run_lo.shape
@@ -200,49 +190,35 @@ def _common(
         for name, matrix in (("q", q), ("k", k), ("v", v))
         for index, axis in enumerate(("batch", "head", "token"))
     }
-    return (
-        strides
-        | in_base_two(scale, softcap, barrier)
-        | {
-            "q": q,
-            "k": k,
-            "v": v,
-            "pi_q": pi_q,
-            "pi_k": pi_k,
-            "query_order": query_order,
-            "key_order": key_order,
-            "query_places": query_places,
-            "key_places": key_places,
-            "run_lo": run_lo,
-            "plateaus": plateaus,
-            "falls": falls,
-            "table": table,
-            "level_until": level_until,
-            "slopes": slopes,
-            "plan_batch": by_batch,
-            "plan_group": by_group,
-            "groups": groups,
-            "kv_heads": kv_heads,
-            "num_queries": queries,
-            "num_keys": keys,
-            "shift": keys - queries,
-            "table_stride": 0 if table is None or table.shape[0] == 1 else table.shape[1],
-            "table_length": 1 if table is None else table.shape[1],
-            "exponent": exponent,
-            "epsilon": epsilon,
-            "length_class": length_class(keys),
-            "SHARE": heads // kv_heads,
-            "HEAD_DIM": dim,
-            "BLOCK_D": max(16, triton.next_power_of_2(dim)),
-            "LABELS": query_offsets.shape[1] - 1,
-            "CLASSES": classes,
-            "REGIMES": 1 if pi_q is None else pi_q.shape[-1],
-            "COLUMNS": 1 if pi_k is None else pi_k.shape[-1],
-            "BIAS": bias,
-            "SQUARE": exponent == 2,
-            "PRECISION": _dot_precision(q),
-        }
+    handed_on = (
+        *("q", "k", "v", "pi_q", "pi_k", "query_order", "key_order", "query_places", "key_places"),
+        *("run_lo", "plateaus", "falls", "table", "level_until", "slopes"),
+        *("groups", "exponent", "epsilon"),
     )
+    return {
+        **strides,
+        **in_base_two(given["scale"], given["softcap"], given["barrier"]),
+        **{name: given[name] for name in handed_on},
+        "plan_batch": by_batch,
+        "plan_group": by_group,
+        "kv_heads": kv_heads,
+        "num_queries": queries,
+        "num_keys": keys,
+        "shift": keys - queries,
+        "table_stride": 0 if table is None or table.shape[0] == 1 else table.shape[1],
+        "table_length": 1 if table is None else table.shape[1],
+        "length_class": length_class(keys),
+        "SHARE": heads // kv_heads,
+        "HEAD_DIM": dim,
+        "BLOCK_D": max(16, triton.next_power_of_2(dim)),
+        "LABELS": given["query_offsets"].shape[1] - 1,
+        "CLASSES": classes,
+        "REGIMES": 1 if pi_q is None else pi_q.shape[-1],
+        "COLUMNS": 1 if pi_k is None else pi_k.shape[-1],
+        "BIAS": given["bias"],
+        "SQUARE": exponent == 2,
+        "PRECISION": _dot_precision(q),
+    }
 
 
 def _dot_precision(q: Tensor) -> str:
