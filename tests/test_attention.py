@@ -210,18 +210,11 @@ WRONG_FOR_BOTH = [
     ({"softcap": 0.0}, r"softcap .*0\.0"),
     ({"softcap": -1}, "softcap .*-1"),
     ({"softcap": math.inf}, "softcap .*inf"),
-    ({"window": -1}, "window .*-1"),
-    ({"window": math.nan}, "window .*nan"),
     ({"window": True}, "window .*True"),
-    ({"query_positions": torch.arange(5)}, "query_positions"),
-    ({"query_positions": zeros(2, 5)}, "query_positions .*float32"),
     ({"query_positions": torch.full((2, 5), -2)}, "query_positions .*-2"),
     ({"key_positions": torch.arange(4, -1, -1).expand(2, 5)}, "key_positions .*4 before 3"),
-    ({"key_positions": torch.arange(-1, 4).expand(2, 5)}, "key_positions .*-1"),
     ({"key_valid": zeros(2, 5)}, "key_valid .*float32"),
-    ({"key_valid": torch.ones(5, dtype=torch.bool)}, "key_valid"),
     ({"segment_ids": zeros(2, 5)}, "segment_ids .*float32"),
-    ({"segment_ids": zeros(2, 4, dtype=torch.int64)}, "segment_ids"),
     ({"impl": "fastest"}, "impl .*'fastest'"),
     ({"impl": None}, "impl .*None"),
     ({"dropout": 0.1}, r"dropout=0\.1"),
@@ -277,18 +270,6 @@ def test_wrong_input_of_distance_attention_is_named(changes, match):
     distance_attention(**good)
     with pytest.raises(ValueError, match=match):
         distance_attention(**(good | changes))
-
-
-def test_segments_need_the_queries_among_the_keys():
-    q = zeros(2, 4, 6, 4)
-    with pytest.raises(ValueError, match="segment_ids"):
-        distance_attention(
-            q,
-            GOOD.k,
-            GOOD.v,
-            query_positions=torch.zeros(2, 6, dtype=torch.long),
-            segment_ids=torch.zeros(2, 5, dtype=torch.long),
-        )
 
 
 @pytest.mark.parametrize("window", [2, 2.7])

@@ -37,23 +37,6 @@ def test_regimes_are_counted_and_found_by_name():
         config.regime_index("X")
 
 
-@pytest.mark.parametrize(
-    ("instance", "field"), [(MoSARConfig(), "barrier"), (MoSARConfig(), "regimes"), (S, "reach")]
-)
-def test_is_frozen(instance, field):
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        setattr(instance, field, 1)
-
-
-def test_is_keyword_only():
-    with pytest.raises(TypeError):
-        MoSARConfig(2048)
-
-
-def test_is_hashable_and_takes_regimes_as_a_list():
-    assert hash(MoSARConfig(regimes=[S, M, G])) == hash(MoSARConfig())
-
-
 @given(configs(kv_heads=12))
 def test_json_round_trip(config):
     assert MoSARConfig.from_json(config.to_json()) == config
@@ -66,10 +49,6 @@ def test_json_holds_every_field_and_custom_regimes():
     assert set(values) == {field.name for field in dataclasses.fields(MoSARConfig)}
     assert values["regimes"][0] == {"name": "near", "reach": 2.5, "plateau": 0.1}
     assert values["num_sinks"] == 4
-
-
-def test_a_partial_json_object_keeps_the_other_defaults():
-    assert MoSARConfig.from_json('{"barrier": 4.0}') == MoSARConfig(barrier=4.0)
 
 
 def test_numpy_numbers_become_plain_ones():
@@ -91,15 +70,6 @@ def test_scaled_keeps_the_proportions(max_length):
     ]
     assert [regime.plateau for regime in config.regimes] == [0.75, 0.5, 1.0]
     assert (config.max_length, config.barrier) == (max_length, 4.0)
-
-
-def test_scaled_to_the_papers_length_is_the_default():
-    assert MoSARConfig.scaled(2048) == MoSARConfig()
-
-
-def test_scaled_takes_other_regimes():
-    regimes = (Regime("a", 1, 0.5), Regime("b", 2, 1.0))
-    assert MoSARConfig.scaled(64, regimes=regimes).regimes == regimes
 
 
 WRONG_COUNTS = [

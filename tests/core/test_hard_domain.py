@@ -122,10 +122,6 @@ GOOD = {"labels_q": labels(2, 3), "labels_k": labels(2, 5), "config": SMALL}
         ({"labels_k": labels(2, 2)}, "T=3 > S=2"),
         ({"labels_k": labels(2, 5).to("meta")}, "labels_q and labels_k .*device"),
         ({"config": {"barrier": 6.0}}, "config must be a MoSARConfig, got dict"),
-        ({"window": -2}, "window .*-2"),
-        ({"key_valid": torch.ones(2, 4).bool()}, "key_valid"),
-        ({"segment_ids": torch.ones(2, 3).long()}, "segment_ids"),
-        ({"query_positions": torch.ones(2, 3)}, "query_positions"),
         ({"key_positions": torch.arange(5, 0, -1).expand(2, 5)}, "key_positions"),
     ],
 )
