@@ -13,6 +13,11 @@ from torch import Tensor
 from mosar.core.config import MoSARConfig, check_config
 
 
+def warmed_up(weight: float, warmup: int, step: int | None) -> float:
+    """lambda in update `step` >= 1: linear up to `weight` at step `warmup`; None: it is over."""
+    return weight if step is None or step >= warmup else weight * step / warmup
+
+
 def normalized_reach(config: MoSARConfig, length: int | None = None) -> Tensor:
     """c: each regime's reach as a fraction of `length` (default N), at most 1; [R] float64."""
     check_config(config)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from mosar.core.losses import warmed_up
 from mosar.model.decoder import Decoder
 from mosar.training.config import RunConfig
 
@@ -47,9 +48,7 @@ class Objective:
 
     def cost_weight(self, step: int) -> float:
         """lambda in update number `step` >= 1; it is whole from step `cost_warmup` on."""
-        if step >= self.cost_warmup:
-            return self.cost_weight_end
-        return self.cost_weight_end * step / self.cost_warmup
+        return warmed_up(self.cost_weight_end, self.cost_warmup, step)
 
     def __call__(
         self,

@@ -29,7 +29,7 @@ from transformers.utils.output_capturing import capture_outputs
 from mosar.attention import ROUTINGS, Routing
 from mosar.core.config import MoSARConfig
 from mosar.core.layout import can_check_values
-from mosar.core.losses import normalized_reach_cost
+from mosar.core.losses import normalized_reach_cost, warmed_up
 from mosar.errors import ModelError
 from mosar.geometries import Geometry, LayerRouting
 from mosar.integrations.hf.cache import MosarCache
@@ -348,10 +348,8 @@ class MosarForCausalLM(MosarPreTrainedModel, GenerationMixin):
     @property
     def cost_weight(self) -> float:
         """lambda in the update `cost_step`: it grows linearly over `cost_warmup` updates."""
-        attention, step = self.decoder.attention_config, self.cost_step
-        if step is None or step >= attention.cost_warmup:
-            return attention.cost_weight
-        return attention.cost_weight * step / attention.cost_warmup
+        attention = self.decoder.attention_config
+        return warmed_up(attention.cost_weight, attention.cost_warmup, self.cost_step)
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from mosar.core.losses import warmed_up
+
 
 class MoSARObjectiveState:
     """The weight of the reach cost over training, and the cost of the last forward pass."""
@@ -35,9 +37,7 @@ class MoSARObjectiveState:
     @property
     def cost_weight(self) -> float:
         """lambda in update number `step`; it is whole from step `cost_warmup` on."""
-        if self.step >= self.cost_warmup:
-            return self.final_cost_weight
-        return self.final_cost_weight * self.step / self.cost_warmup
+        return warmed_up(self.final_cost_weight, self.cost_warmup, self.step)
 
     def attach(self, model: torch.nn.Module | Iterable[torch.nn.Module]) -> None:
         """Collects the costs of all MoSAR layers of a model (or of its chunks) from now on."""
