@@ -29,8 +29,8 @@ def exact_loss(loaded, length, routing, monkeypatch, tokens=512):
     loaded.decoder.double()
     losses = []
     with monkeypatch.context() as patch:
-        reference = functools.partial(attention_module.mosar_attention, impl="reference")
-        patch.setattr(mosar_geometry, "mosar_attention", reference)
+        reference = functools.partial(attention_module.attend, impl="reference")
+        patch.setattr(mosar_geometry, "attend", reference)
         for tokens_BT, segments in source.batches(length):
             output = loaded.decoder(tokens_BT[:, :-1], segment_ids=segments, routing=routing)
             assert output.hidden.dtype == torch.float64
