@@ -23,10 +23,8 @@ from transformers.masking_utils import (
     flash_attention_mask,
 )
 
-from mosar.attention import distance_attention, mosar_attention
-from mosar.core.routers import top1_routing
+from mosar.attention import attend, distance_attention
 from mosar.errors import ModelError
-from mosar.geometries import LayerRouting
 from mosar.integrations.retrofit.layer import NAME, RoutedLayer
 
 ATTRIBUTE = "mosar"
@@ -158,15 +156,7 @@ def _attend(layer: RoutedLayer, q: Tensor, k: Tensor, v: Tensor, options: dict[s
         layer.observer(layer, q, k, v, options)
     if layer.routing == "dense":
         return distance_attention(q, k, v, **options)  # pyright: ignore[reportReturnType]
-    pi_q, pi_k = _chosen(layer, layer.route(q, k))
-    return mosar_attention(q, k, v, pi_q, pi_k, layer.config, routing=layer.routing, **options)  # pyright: ignore
-
-
-def _chosen(layer: RoutedLayer, routed: LayerRouting) -> tuple[Tensor, Tensor]:
-    if layer.routing == "soft":
-        return routed.query.probabilities, routed.key.probabilities
-    # Labels come from the logits: two may differ where their probabilities tie.
-    return top1_routing(routed.query.logits), top1_routing(routed.key.logits)
+    return attend(q, k, v, layer.route(q, k).bias(layer.config, layer.routing), **options)
 
 
 AttentionInterface.register(NAME, routed_attention)
