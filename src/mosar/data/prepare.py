@@ -25,7 +25,14 @@ from mosar.data.manifest import (
 from mosar.data.packing import SplitWriter, pack
 from mosar.data.progress import Display
 from mosar.data.staging import staged_folder
-from mosar.data.tokenizer import ByteTokenizer, Tokenizer, parse_bpe, read_tokenizer, train_bpe
+from mosar.data.tokenizer import (
+    ByteTokenizer,
+    Tokenizer,
+    describe,
+    parse_bpe,
+    read_tokenizer,
+    train_bpe,
+)
 from mosar.errors import DataError
 from mosar.files import file_checksum, write_synced
 
@@ -219,7 +226,7 @@ def _build(
         for source, documents in zip((*plan.sources, *plan.valid), report.documents, strict=True)
     ]
     manifest = Manifest(
-        tokenizer=tokenizer.describe(origin),
+        tokenizer=describe(tokenizer, origin),
         dtype=token_dtype(tokenizer.vocab_size),
         splits=splits,
         files={

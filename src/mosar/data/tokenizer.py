@@ -44,10 +44,6 @@ class Tokenizer(Protocol):
         """The text; end-of-text gives none, bytes that are no UTF-8 give U+FFFD."""
         ...
 
-    def describe(self, origin: str) -> TokenizerEntry:
-        """Its entry in a manifest."""
-        ...
-
     def file_bytes(self) -> bytes | None:
         """The content of its tokenizer.json, if it needs one."""
         ...
@@ -68,15 +64,6 @@ class ByteTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(i for i in ids if i != self.end_of_text).decode(errors="replace")
-
-    def describe(self, origin: str) -> TokenizerEntry:
-        return TokenizerEntry(
-            kind="byte",
-            origin=origin,
-            vocab_size=self.vocab_size,
-            end_of_text=self.end_of_text,
-            end_of_text_token=None,
-        )
 
     def file_bytes(self) -> None:
         return None
@@ -121,17 +108,20 @@ class FileTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         return self._tokenizer.decode([int(i) for i in ids if i != self.end_of_text])
 
-    def describe(self, origin: str) -> TokenizerEntry:
-        return TokenizerEntry(
-            kind="file",
-            origin=origin,
-            vocab_size=self.vocab_size,
-            end_of_text=self.end_of_text,
-            end_of_text_token=self.end_of_text_token,
-        )
-
     def file_bytes(self) -> bytes:
         return self._content
+
+
+def describe(tokenizer: Tokenizer, origin: str) -> TokenizerEntry:
+    """Its entry in a manifest."""
+    token = tokenizer.end_of_text_token if isinstance(tokenizer, FileTokenizer) else None
+    return TokenizerEntry(
+        kind="byte" if token is None else "file",
+        origin=origin,
+        vocab_size=tokenizer.vocab_size,
+        end_of_text=tokenizer.end_of_text,
+        end_of_text_token=token,
+    )
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> FileTokenizer:
