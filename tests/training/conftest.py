@@ -18,7 +18,7 @@ def dataset(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def smoke(dataset):
     """The smoke preset of a variant with changes."""
 

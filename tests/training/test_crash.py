@@ -60,7 +60,7 @@ def check_as_if_undisturbed(dataset, out):
 
 def test_killed_again_and_again(dataset, tmp_path):
     out, chance = tmp_path / "run", random.Random(0)
-    for kill in range(6):
+    for kill in range(4):
         process = start(command(dataset, out, ENDLESS))
         # Now and then before it has begun, mostly somewhere within a few steps.
         if kill % 4 == 1:
@@ -73,12 +73,14 @@ def test_killed_again_and_again(dataset, tmp_path):
     check_as_if_undisturbed(dataset, out)
 
 
-def test_asked_to_stop(dataset, tmp_path):
+def test_another_at_once_and_asked_to_stop(dataset, tmp_path):
     out = tmp_path / "run"
     words = command(dataset, out, "train.checkpoint_every=1000000", ENDLESS)
     for number in (signal.SIGINT, signal.SIGTERM):
         process = start(words)
         wait_for_progress(process, out, 4)
+        if number == signal.SIGINT:
+            check_that_another_is_refused(process, dataset, out)
         _, err = stop(process, number)
         assert process.returncode == 128 + number, err
         *_, last = err.splitlines()
@@ -89,6 +91,15 @@ def test_asked_to_stop(dataset, tmp_path):
         words = [sys.executable, "-m", "mosar.cli", "train", *named]
     assert len(steps(out)) == 2
     check_as_if_undisturbed(dataset, out)
+
+
+def check_that_another_is_refused(process, dataset, out):
+    process.send_signal(signal.SIGSTOP)
+    second = start(command(dataset, out, ENDLESS))
+    _, err = finish(second)
+    process.send_signal(signal.SIGCONT)
+    assert second.returncode == 1, err
+    assert f"another process trains into {out} (process {process.pid})" in err
 
 
 def test_a_full_disk(dataset, tmp_path):
@@ -105,18 +116,4 @@ def test_a_full_disk(dataset, tmp_path):
     assert last.startswith("mosar: error: ")
     assert "model.safetensors: File too large; no checkpoint is lost" in last
     assert not steps(out) and not leftovers(out)
-    check_as_if_undisturbed(dataset, out)
-
-
-def test_two_at_once(dataset, tmp_path):
-    out = tmp_path / "run"
-    first = start(command(dataset, out, ENDLESS))
-    wait_for_progress(first, out, 2)
-    first.send_signal(signal.SIGSTOP)
-    second = start(command(dataset, out, ENDLESS))
-    _, err = finish(second)
-    first.send_signal(signal.SIGCONT)
-    assert second.returncode == 1, err
-    assert f"another process trains into {out} (process {first.pid})" in err
-    stop(first, signal.SIGTERM)
     check_as_if_undisturbed(dataset, out)

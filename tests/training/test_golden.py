@@ -6,7 +6,6 @@
 import json
 import sys
 import tempfile
-from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -41,23 +40,6 @@ def test_golden_losses(smoke, tmp_path, variant):
     found = measure(smoke(variant), tmp_path / "run")
     for split, losses in golden()[variant].items():
         assert found[split] == pytest.approx(losses, rel=0, abs=TOLERANCE), split
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_the_loss_falls(variant):
-    losses = golden()[variant]
-    first, middle, last = losses["valid"]
-    # Bytes at random cost ln 257 = 5.55; bytes by their frequency in this corpus 3.13.
-    assert 5.5 < first < 5.6
-    assert last < middle < 3.2
-    assert last < 3.13
-    assert sum(losses["train"][-5:]) < sum(losses["train"][:5]) - 8
-
-
-def test_variants_are_told_apart():
-    for one, other in combinations(golden().values(), 2):
-        apart = max(abs(a - b) for a, b in zip(one["train"], other["train"], strict=True))
-        assert apart > TOLERANCE
 
 
 def renew() -> None:

@@ -18,13 +18,11 @@ def mosar(*words):
 
 @pytest.mark.parametrize("variant", ["rope", "mosar"])
 def test_a_run_that_diverges_says_at_which_step(dataset, tmp_path, variant):
-    result = mosar(
+    line = failed(
         *("train", "--variant", variant, "--preset", "smoke", "--data", dataset, "--no-progress"),
         *("--out", tmp_path / "run", "--set", "train.learning_rate=1e4"),
         *("--set", "train.grad_clip=null"),
     )
-    assert result.exit_code == 1, result.output
-    line = result.stderr.splitlines()[-1]
     assert line.startswith("mosar: error: step ") and "the run stopped" in line
 
 
@@ -106,21 +104,6 @@ def test_a_run_that_never_made_a_step_does_not_keep_its_folder(dataset, tmp_path
     assert "holds a run of another configuration" in failed(*words, "--variant", "rope")
 
 
-def test_a_step_that_was_made_keeps_the_folder(dataset, tmp_path, monkeypatch):
-    out, real = tmp_path / "run", Learner.update
-    words = ("train", "--preset", "smoke", "--data", dataset, "--out", out, "--no-progress")
-
-    def update(learner, step, stop=None):
-        if step == 2:
-            raise MemoryError
-        return real(learner, step, stop)
-
-    monkeypatch.setattr(Learner, "update", update)
-    failed(*words, "--variant", "rope")
-    assert not steps(out)
-    assert "holds a run of another configuration" in failed(*words, "--variant", "alibi")
-
-
 def test_the_configuration_of_others_is_not_taken_for_a_run(dataset, tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     words = ("train", "--preset", "smoke", "--data", dataset, "--out", tmp_path)
@@ -128,10 +111,9 @@ def test_the_configuration_of_others_is_not_taken_for_a_run(dataset, tmp_path):
     assert (tmp_path / "config.json").read_text() == '{"model_type": "llama"}'
 
 
-@pytest.mark.parametrize("more", [(), ("--set", "train.steps=60"), ("--no-progress",)])
-def test_a_mistyped_folder_starts_no_run(tmp_path, monkeypatch, more):
+def test_a_mistyped_folder_starts_no_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    line = failed("train", "--out", "runs/typo", *more)
+    line = failed("train", "--out", "runs/typo", "--set", "train.steps=60")
     assert "there is no run in runs/typo to go on with; a new one is started with" in line
     assert not list(tmp_path.iterdir())
 

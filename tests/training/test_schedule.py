@@ -35,20 +35,19 @@ def config(variant, *changes):
     )
 
 
-@pytest.mark.parametrize(("step", "rate"), PAPER.items())
-def test_learning_rate(step, rate):
-    assert learning_rate(step, config("rope").train) == pytest.approx(rate, rel=1e-12)
+def test_learning_rate():
+    train = config("rope").train
+    assert {step: learning_rate(step, train) for step in PAPER} == pytest.approx(PAPER, rel=1e-12)
 
 
-@pytest.mark.parametrize(("step", "weight"), COST.items())
-def test_cost_weight(step, weight):
-    assert Objective(config("mosar-cost")).cost_weight(step) == pytest.approx(weight, rel=1e-12)
-
-
-@pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "mosar-cost"])
-def test_only_mosar_cost_has_a_cost_weight(variant):
-    objective = Objective(config(variant))
-    assert [objective.cost_weight(step) for step in COST] == [0.0] * len(COST)
+def test_cost_weight():
+    """Only mosar-cost has one."""
+    for variant in VARIANTS:
+        weight = Objective(config(variant)).cost_weight
+        wanted = COST if variant == "mosar-cost" else dict.fromkeys(COST, 0.0)
+        assert {step: weight(step) for step in COST} == pytest.approx(wanted, rel=1e-12)
+    whole = Objective(config("mosar-cost", "attention.cost_warmup=0")).cost_weight
+    assert (whole(0), whole(1)) == (0.01, 0.01)
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -75,26 +74,17 @@ def test_a_preset_warms_up_a_cost_wherever_there_is_one():
     assert warmup("mosar") == warmup("mosar-cost", "attention.cost_weight=0") == 500
 
 
-def test_cost_without_warm_up():
-    objective = Objective(config("mosar-cost", "attention.cost_warmup=0"))
-    assert (objective.cost_weight(0), objective.cost_weight(1)) == (0.01, 0.01)
-
-
-def test_rate_without_warm_up_starts_at_the_first_point_of_the_cosine():
+def test_learning_rate_at_its_ends():
     train = TrainConfig(steps=4, warmup_steps=0, learning_rate=1.0, min_learning_rate=0.0)
     rates = [learning_rate(step, train) for step in range(1, 5)]
     half = math.sqrt(0.5) / 2
     assert rates == pytest.approx([0.5 + half, 0.5, 0.5 - half, 0.0], abs=1e-15)
-
-
-def test_after_the_decay_the_minimum_stays():
+    # After the decay the minimum stays.
     train = TrainConfig(steps=30, decay_steps=10, warmup_steps=2)
     short = TrainConfig(steps=10, warmup_steps=2)
     for step in range(1, 31):
         expected = learning_rate(step, short) if step <= 10 else short.min_learning_rate
         assert learning_rate(step, train) == expected
-
-
-def test_a_warm_up_longer_than_the_run():
+    # A warm-up longer than the run.
     train = TrainConfig(steps=5, warmup_steps=10, learning_rate=1.0)
     assert [learning_rate(step, train) for step in (1, 5)] == [0.1, 0.5]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import asdict
 
@@ -19,15 +20,17 @@ from mosar.errors import TrainingError
 from mosar.training.config import RunConfig
 from mosar.training.distributed.share import WHOLE, Share
 
-Batch = tuple[Tensor, Tensor | None]
-"""Tokens [B, N + 1] and document numbers [B, N] (None: attention crosses documents)."""
-ScoredBatch = tuple[Tensor, None, Tensor]
-"""Tokens [B, N + 1], no documents, and which targets count [B, N]: as many in every window."""
+Batch = tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]
+"""Tokens [B, N + 1], document numbers [B, N] (None: attention crosses documents), and of a task
+which targets count [B, N]: as many in every window."""
+Numbers = NDArray[np.int64] | range
+"""Which windows."""
 
 
-def open_batches(config: RunConfig, share: Share = WHOLE) -> Batches | TaskBatches:
+def open_batches(config: RunConfig, share: Share = WHOLE) -> Batches:
     """The data of a run: text from a folder, or the windows of a task."""
-    return Batches(config, share) if config.data.task == "text" else TaskBatches(config, share)
+    kind = TextBatches if config.data.task == "text" else TaskBatches
+    return kind(config, share)
 
 
 def data_fingerprint(manifest: Manifest) -> str:
@@ -36,22 +39,59 @@ def data_fingerprint(manifest: Manifest) -> str:
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
 
 
-class Batches:
-    """The data of a run that reads text, as the process of a share sees it."""
+class Batches(ABC):
+    """The data of a run, as the process of a share sees it."""
 
     def __init__(self, config: RunConfig, share: Share = WHOLE):
         self.config, self.share = config, share
         self.length = config.model.max_length
         self.device = torch.device(config.train.device)
+
+    def of_step(self, step: int) -> Iterator[Batch]:
+        """The micro-batches of update number `step` >= 1 that are this share's."""
+        windows, train = self._step_windows(step), self.config.train
+        own, size = self.share.windows(train), self.share.pass_size(train)
+        for start in range(own.start, own.stop, size):
+            yield self._batch("train", windows[start : start + size])
+
+    def of_evaluation(self) -> Iterator[tuple[Batch, bool]]:
+        """The batches that this share looks at, every time the same, and whether each is its own.
+
+        Of several shares one counts a batch; the others may need its part of the parameters.
+        """
+        windows, size = self._evaluation_windows(), self.config.train.micro_batch
+        for number, own in self.share.rounds(-(-len(windows) // size)):
+            yield self._batch("valid", windows[number * size : (number + 1) * size]), own
+
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """A hash of what decides the windows, besides the configuration."""
+
+    @abstractmethod
+    def _step_windows(self, step: int) -> Numbers: ...
+
+    @abstractmethod
+    def _evaluation_windows(self) -> Numbers: ...
+
+    @abstractmethod
+    def _batch(self, split: str, windows: Numbers) -> Batch: ...
+
+
+class TextBatches(Batches):
+    """Windows of a dataset."""
+
+    def __init__(self, config: RunConfig, share: Share = WHOLE):
+        super().__init__(config, share)
         folder = config.data.folder
         # Altered tokens would train on in silence: checksums are compared up to a size.
-        self.train, self.valid = (TokenStream(folder, split, verify=None) for split in SPLITS)
-        if self.train.vocab_size > config.model.vocab_size:
+        self.streams = {split: TokenStream(folder, split, verify=None) for split in SPLITS}
+        vocab_size = self.streams["train"].vocab_size
+        if vocab_size > config.model.vocab_size:
             raise TrainingError(
                 f"model.vocab_size is {config.model.vocab_size}, but the data in {folder} has "
-                f"{self.train.vocab_size} different tokens"
+                f"{vocab_size} different tokens"
             )
-        for split, stream in (("train", self.train), ("valid", self.valid)):
+        for split, stream in self.streams.items():
             if stream.num_windows(self.length) < 1:
                 raise TrainingError(
                     f"the {split} split in {folder} has {stream.num_tokens} tokens, fewer than a "
@@ -59,53 +99,32 @@ class Batches:
                 )
 
     def fingerprint(self) -> str:
-        return data_fingerprint(self.train.manifest)
+        return data_fingerprint(self.streams["train"].manifest)
 
-    def of_step(self, step: int) -> Iterator[Batch]:
-        """The micro-batches of update number `step` >= 1 that are this share's."""
-        train = self.config.train
-        indices = batch_indices(
-            step - 1,
-            train.windows_per_step,
-            self.train.num_windows(self.length),
-            self.config.data.seed,
+    def _step_windows(self, step: int) -> Numbers:
+        there = self.streams["train"].num_windows(self.length)
+        return batch_indices(
+            step - 1, self.config.train.windows_per_step, there, self.config.data.seed
         )
-        own, size = self.share.windows(train), self.share.pass_size(train)
-        for start in range(own.start, own.stop, size):
-            yield self._batch(self.train, indices[start : start + size])
 
-    def of_evaluation(self) -> Iterator[Batch]:
-        """The same windows every time, spread over the validation split."""
-        windows, size = self._evaluation_windows(), self.config.train.micro_batch
-        for start in range(0, len(windows), size):
-            yield self._batch(self.valid, windows[start : start + size])
-
-    def shared_evaluation(self) -> Iterator[tuple[Batch, bool]]:
-        """Of the same batches those that this share looks at, and whether they count for it."""
-        windows, size = self._evaluation_windows(), self.config.train.micro_batch
-        for number, own in self.share.rounds(-(-len(windows) // size)):
-            yield self._batch(self.valid, windows[number * size : (number + 1) * size]), own
-
-    def _evaluation_windows(self) -> NDArray[np.int64]:
-        train = self.config.train
-        there = self.valid.num_windows(self.length)
+    def _evaluation_windows(self) -> Numbers:
+        """Spread over the validation split."""
+        train, there = self.config.train, self.streams["valid"].num_windows(self.length)
         number = min(there, train.eval_batches * train.windows_per_step)
         return np.arange(number) * there // number
 
-    def _batch(self, stream: TokenStream, chosen: NDArray[np.int64]) -> Batch:
-        segments = None
+    def _batch(self, split: str, windows: Numbers) -> Batch:
+        stream, segments = self.streams[split], None
         if self.config.data.isolate_documents:
-            segments = stream.segments(chosen, self.length).to(self.device)
-        return stream.windows(chosen, self.length).to(self.device), segments
+            segments = stream.segments(windows, self.length).to(self.device)
+        return stream.windows(windows, self.length).to(self.device), segments
 
 
-class TaskBatches:
-    """The data of a run that learns a task: made when it is asked for, from seed and number."""
+class TaskBatches(Batches):
+    """Windows of a task: made when they are asked for, from seed and number."""
 
     def __init__(self, config: RunConfig, share: Share = WHOLE):
-        self.config, self.share = config, share
-        self.length = config.model.max_length
-        self.device = torch.device(config.train.device)
+        super().__init__(config, share)
         self.task = TASKS[config.data.task](self.length)
         if self.length < self.task.shortest:
             raise TrainingError(
@@ -121,34 +140,19 @@ class TaskBatches:
     def fingerprint(self) -> str:
         return task_fingerprint(self.config)
 
-    def of_step(self, step: int) -> Iterator[ScoredBatch]:
-        """The micro-batches of update number `step` >= 1 that are this share's."""
+    def _step_windows(self, step: int) -> Numbers:
+        number = self.config.train.windows_per_step
+        return range((step - 1) * number, step * number)
+
+    def _evaluation_windows(self) -> Numbers:
         train = self.config.train
-        first = (step - 1) * train.windows_per_step
-        own, size = self.share.windows(train), self.share.pass_size(train)
-        for start in range(first + own.start, first + own.stop, size):
-            yield self._batch(range(start, start + size), "train")
+        return range(train.eval_batches * train.windows_per_step)
 
-    def of_evaluation(self) -> Iterator[ScoredBatch]:
-        """The same windows every time."""
-        size = self.config.train.micro_batch
-        for number in range(self._num_evaluation_batches()):
-            yield self._batch(range(number * size, (number + 1) * size), "valid")
-
-    def shared_evaluation(self) -> Iterator[tuple[ScoredBatch, bool]]:
-        """Of the same batches those that this share looks at, and whether they count for it."""
-        size = self.config.train.micro_batch
-        for number, own in self.share.rounds(self._num_evaluation_batches()):
-            yield self._batch(range(number * size, (number + 1) * size), "valid"), own
-
-    def _num_evaluation_batches(self) -> int:
-        return self.config.train.eval_batches * self.config.train.accumulation
-
-    def _batch(self, indices: range, split: str) -> ScoredBatch:
+    def _batch(self, split: str, windows: Numbers) -> Batch:
         # All runs are asked the same, whatever they learnt from.
         seed = self.config.data.seed if split == "train" else 0
-        windows = make_windows(self.task, indices, self.length, split=split, seed=seed)
-        return windows.tokens.to(self.device), None, windows.scored.to(self.device)
+        made = make_windows(self.task, windows, self.length, split=split, seed=seed)
+        return made.tokens.to(self.device), None, made.scored.to(self.device)
 
 
 def task_fingerprint(config: RunConfig) -> str:

@@ -23,7 +23,7 @@ from mosar.core.inputs import NotANumber
 from mosar.errors import NonFiniteError, TrainingError
 from mosar.model.decoder import Decoder
 from mosar.model.parameters import parameter_parts, total
-from mosar.training.batches import Batches, TaskBatches, open_batches
+from mosar.training.batches import Batches, open_batches
 from mosar.training.config import RunConfig
 from mosar.training.distributed.team import Team
 from mosar.training.objective import Objective, Terms
@@ -40,7 +40,7 @@ class Learner(Run):
 
     config: RunConfig
     decoder: Decoder
-    batches: Batches | TaskBatches
+    batches: Batches
     terms: Callable[..., Terms]
     """The objective of a batch, through the decoder."""
     last_losses: tuple[float, float]
@@ -59,9 +59,7 @@ class Learner(Run):
         self.objective = Objective(config)
 
     @classmethod
-    def of(
-        cls, config: RunConfig, batches: Batches | TaskBatches, team: Team | None = None
-    ) -> Learner:
+    def of(cls, config: RunConfig, batches: Batches, team: Team | None = None) -> Learner:
         """One that is ready for its first step, without a run folder."""
         learner = cls(config, team)
         learner.batches = batches
@@ -119,7 +117,7 @@ class Learner(Run):
     @torch.no_grad()
     def evaluate(self, step: int) -> dict[str, Any]:
         mean = Mean()
-        for (tokens, *rest), own in self.batches.shared_evaluation():
+        for (tokens, *rest), own in self.batches.of_evaluation():
             terms = self._pass(step, tokens, *rest)
             mean.add(terms, len(tokens) if own else 0)
         self.team.end_evaluation(self.decoder)
@@ -148,14 +146,16 @@ class Learner(Run):
             with autocast(self.config.train):
                 return self.terms(*batch, step=step)
         except NotANumber:
-            raise self._spoilt(f"step {step}: a routing is not a number, nor is the loss") from None
+            raise NonFiniteError(
+                f"step {step}: a routing is not a number, nor is the loss"
+            ) from None
 
     def _line(self, step: int, split: str, mean: Mean) -> dict[str, Any]:
         means = mean.over(self.team)
         loss, shares = float(means.loss), means.shares
         if not math.isfinite(loss):
             what = "loss" if split == "train" else "validation loss"
-            raise self._spoilt(f"step {step}: the {what} is {loss}")
+            raise NonFiniteError(f"step {step}: the {what} is {loss}")
         reach = means.expected_reach
         return {
             "step": step,
@@ -183,17 +183,11 @@ class Learner(Run):
             bad = [name for name, is_bad in zip(names.values(), spoilt, strict=True) if is_bad]
             some = ", ".join(bad[:3]) + (f" and {len(bad) - 3} more" if len(bad) > 3 else "")
             where = f" (in {some})" if bad else ""
-            raise self._spoilt(f"step {step}: the gradient is {value}{where}")
+            raise NonFiniteError(f"step {step}: the gradient is {value}{where}")
         most = self.config.train.grad_clip
         if most is not None and value > most:
             team.clip(names, most, norm)
         return value
-
-    def _spoilt(self, message: str) -> NonFiniteError:
-        error = NonFiniteError(message)
-        # All processes of a team find the same figure, and one says so.
-        error.reported_by_peer = not self.team.is_first
-        return error
 
 
 def build_optimizer(names: dict[Tensor, str], config: RunConfig) -> torch.optim.AdamW:

@@ -289,9 +289,7 @@ def _interrupted(
     assert stop.signal_number is not None
     kept = f"saved at step {step}" if step else "before the first step was done"
     message = f"stopped, {kept} of {run.cadence.steps}; {run.how_to_continue(out)}"
-    error = TrainingInterrupted(message, stop.signal_number)
-    error.reported_by_peer = not run.team.is_first
-    return error
+    return TrainingInterrupted(message, stop.signal_number)
 
 
 def _check_space(run: Run, out: Path) -> None:
@@ -310,10 +308,16 @@ def _explained_errors(run: Run, out: Path) -> Iterator[None]:
     """Adds to what stopped the run what is left of it."""
     try:
         yield
+    except TrainingInterrupted as error:
+        # All processes of a team stop, and one says so.
+        error.reported_by_peer = not run.team.is_first
+        raise
     except NonFiniteError as error:
-        raise _like(error, f"{error}; the run stopped, {_last_good(out)}") from None
+        said = NonFiniteError(f"{error}; the run stopped, {_last_good(out)}")
+        said.reported_by_peer = not run.team.is_first
+        raise said from None
     except LostProcessError as error:
-        raise _like(error, f"{error}; {_last_good(out)}, start the job again") from None
+        raise LostProcessError(f"{error}; {_last_good(out)}, start the job again") from None
     except OSError as error:
         where = error.filename or out
         reason = error.strerror or str(error)
@@ -330,12 +334,6 @@ def _explained_errors(run: Run, out: Path) -> Iterator[None]:
 def _is_out_of_memory(error: Exception) -> bool:
     kinds = (MemoryError, torch.OutOfMemoryError)
     return isinstance(error, kinds) or "DefaultCPUAllocator" in str(error)
-
-
-def _like(error: TrainingError, message: str) -> TrainingError:
-    said = type(error)(message)
-    said.reported_by_peer = error.reported_by_peer
-    return said
 
 
 def _last_good(out: Path) -> str:

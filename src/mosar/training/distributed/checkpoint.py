@@ -64,9 +64,7 @@ def write_checkpoint(
                 checksums[path.name] = file_checksum(path)
             sync(beside)
         everything = {name: s for part in team.gather(checksums) for name, s in part.items()}
-        team.from_first(
-            lambda: str(finish_checkpoint(folder, step, everything, state))  # a path is no JSON
-        )
+        team.from_first(lambda: finish_checkpoint(folder, step, everything, state))
     finally:
         if team.is_first:
             shutil.rmtree(beside, ignore_errors=True)

@@ -6,7 +6,6 @@ tensor          processes that see the same windows and divide each layer
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -132,36 +131,20 @@ class ProcessTeam(Team):
             except Exception as error:
                 failure = error
                 answer = {"error": str(error)}
-        answer = self._broadcast(answer)
+        box = [answer]
+        dist.broadcast_object_list(box, 0)
+        (answer,) = box
         if failure is not None:
             raise failure
         if "error" in answer:
             raise _reported(TrainingError(answer["error"]))
         return answer["value"]
 
-    def _broadcast(self, value: Any) -> Any:
-        """The first process's value, as JSON holds it."""
-        data = json.dumps(value).encode() if self.is_first else b""
-        size = torch.tensor(len(data))
-        dist.broadcast(size, 0)
-        text = torch.empty(int(size), dtype=torch.uint8)
-        if self.is_first:
-            text.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-        dist.broadcast(text, 0)
-        return json.loads(bytes(text.tolist()))
-
-    def gather(self, value: Any) -> list[Any]:
-        """Every process's value, as JSON holds it."""
-        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        sizes = [torch.zeros((), dtype=torch.long) for _ in range(self.num_processes)]
-        dist.all_gather(sizes, torch.tensor(len(data)))
-        longest = max(int(size) for size in sizes)
-        texts = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
-        dist.all_gather(texts, torch.cat([data, data.new_zeros(longest - len(data))]))
-        return [
-            json.loads(bytes(text[: int(size)].tolist()))
-            for text, size in zip(texts, sizes, strict=True)
-        ]
+    def gather(self, value: Value) -> list[Value]:
+        """Every process's value."""
+        values: list[Any] = [None] * self.num_processes
+        dist.all_gather_object(values, value)
+        return values
 
     def build_decoder(self, config: RunConfig, *, initialise: bool) -> Decoder:
         # DDP's first pass is through it before a checkpoint is read, and needs numbers.

@@ -43,7 +43,7 @@ class Team:
         return nullcontext()
 
     def from_first(self, action: Callable[[], Value]) -> Value:
-        """What `action` returns to the first process, a value as JSON holds it; or its error."""
+        """What `action` returns to the first process, a plain value; or its error."""
         return action()
 
     def describe(self) -> dict[str, int] | None:

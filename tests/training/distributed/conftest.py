@@ -1,3 +1,0 @@
-"""The corpus of the training tests, for several processes."""
-
-from training.conftest import dataset, smoke  # noqa: F401
