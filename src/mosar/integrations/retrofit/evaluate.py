@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,10 +18,14 @@ from transformers import PreTrainedModel
 
 from mosar.core.config import Regime
 from mosar.core.hard_domain import build_hard_domain
-from mosar.core.routers import top1_routing
 from mosar.integrations.retrofit.attach import DENSE, Retrofit, default_config, retrofit
 from mosar.integrations.retrofit.layer import SATURATED, RoutedLayer
-from mosar.integrations.retrofit.objective import head_attention, read_probability
+from mosar.integrations.retrofit.objective import (
+    by_group,
+    head_attention,
+    read_attention,
+    spread_queries,
+)
 from mosar.records import RetrofitEvaluation
 
 ROUTINGS = (DENSE, "soft", "top1", "sparse")
@@ -30,15 +34,6 @@ WINDOW = "window"
 # Queries whose attention over all keys is computed to see what the support leaves out.
 _SAMPLED = 64
 _CHUNK = 1024
-
-
-@dataclass(frozen=True)
-class SupportFigures:
-    """Of top-1 choices, by layer and group."""
-
-    density: list[list[float]]
-    lost: list[list[float]]
-    """The share of the layer's own attention outside of the support, of sampled queries."""
 
 
 @torch.no_grad()
@@ -65,17 +60,16 @@ def evaluate_retrofit(
         for routing in routings:
             attached.set_routing(routing)
             figures = {length: _Support(len(attached)) for length in lengths}
+            watch = _observer(figures) if routing == "sparse" else None
             losses = []
             for window in windows:
-                watch = routing == "sparse"
-                attached.observe(_observer(figures) if watch else None)
+                attached.observe(watch)
                 losses.append(token_losses(attached, window[: longest + 1]))
                 attached.observe(None)
                 advance()
             losses_WT = torch.stack(losses)
             for length in lengths:
-                support = figures[length].summary() if routing == "sparse" else None
-                record = _record(attached, losses_WT[:, :length], routing, support)
+                record = _record(attached, losses_WT[:, :length], routing, figures[length])
                 named = {"base": base, "adapter": "" if routing == DENSE else adapter}
                 text = text_fingerprint(windows[:, : longest + 1])
                 records.append(replace(record, text=text, **named))
@@ -134,7 +128,7 @@ def evaluate_window(
 
 
 def _record(
-    attached: Retrofit, losses_WT: Tensor, routing: str, support: SupportFigures | None
+    attached: Retrofit, losses_WT: Tensor, routing: str, support: _Support
 ) -> RetrofitEvaluation:
     means = losses_WT.double().mean(dim=1)
     spread = float(means.std() / len(means) ** 0.5) if len(means) > 1 else 0.0
@@ -149,24 +143,24 @@ def _record(
         loss=float(means.mean()),
         loss_stderr=spread,
         window_losses=means.tolist(),
-        layer_density=[] if support is None else support.density,
-        layer_lost=[] if support is None else support.lost,
+        layer_density=_means(support.density),
+        layer_lost=_means(support.lost),
         regimes={regime.name: regime.reach for regime in regimes},
     )
 
 
 class _Support:
-    """Sums of one length over windows."""
+    """Of top-1 choices at one length: the figures of each window [G], by layer."""
 
     def __init__(self, layers: int):
         self.density: list[list[Tensor]] = [[] for _ in range(layers)]
         self.lost: list[list[Tensor]] = [[] for _ in range(layers)]
+        """The share of the layer's own attention outside of the support, of sampled queries."""
 
-    def summary(self) -> SupportFigures:
-        def means(parts: list[list[Tensor]]) -> list[list[float]]:
-            return [torch.stack(values).double().mean(dim=0).tolist() for values in parts]
 
-        return SupportFigures(means(self.density), means(self.lost))
+def _means(by_layer: list[list[Tensor]]) -> list[list[float]]:
+    """Over windows; nothing where nobody looked."""
+    return [torch.stack(found).double().mean(dim=0).tolist() for found in by_layer if found]
 
 
 def _observer(figures: dict[int, _Support]) -> Any:
@@ -174,53 +168,26 @@ def _observer(figures: dict[int, _Support]) -> Any:
         layer: RoutedLayer, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
     ) -> None:
         routed = layer.route(q, k)
+        logits_q, logits_k = by_group(routed.query.logits), by_group(routed.key.logits)
         for length, support in figures.items():
-            labels_q, labels_k = (
-                _grouped(x.logits.argmax(dim=-1)[..., :length]) for x in (routed.query, routed.key)
-            )
+            labels_q, labels_k = (x.argmax(dim=-1)[None, :, :length] for x in (logits_q, logits_k))
             domain = build_hard_domain(
                 labels_q, labels_k, layer.config, window=layer.window, materialize=False
             )
             density = domain.row_counts.double() / domain.row_causal_counts.double()
             support.density[layer.index].append(density[0])
-        length = q.shape[2]
-        lost = _lost(layer, q[0], k[0], routed.query.logits, routed.key.logits, options)
-        for reach, support in figures.items():
-            chosen = lost[:, : max(_SAMPLED * reach // length, 1)]
+        queries = spread_queries(_SAMPLED, k)
+        attention = head_attention(
+            q[0],
+            k[0],
+            queries,
+            scale=options.get("scale"),
+            softcap=options.get("softcap"),
+            window=layer.window,
+        )
+        lost = 1 - read_attention(attention, logits_q[:, queries], logits_k, queries, layer)
+        for length, support in figures.items():
+            chosen = lost[:, : max(_SAMPLED * length // q.shape[2], 1)]
             support.lost[layer.index].append(chosen.mean(dim=1))
 
     return observe
-
-
-def _lost(
-    layer: RoutedLayer,
-    q: Tensor,
-    k: Tensor,
-    logits_q: Tensor,
-    logits_k: Tensor,
-    options: dict[str, Any],
-) -> Tensor:
-    """Attention outside of the support of evenly spread queries, [G, sampled]."""
-    length, groups = k.shape[1], layer.config.routing_groups
-    sampled = min(_SAMPLED, length)
-    queries = torch.arange(1, sampled + 1, device=k.device) * length // sampled - 1
-    attention = head_attention(
-        q,
-        k,
-        queries,
-        scale=options.get("scale"),
-        softcap=options.get("softcap"),
-        window=layer.window,
-    )
-    pi_q, pi_k = (
-        top1_routing(logits if logits.dim() == 4 else logits[:, None])[0]
-        for logits in (logits_q, logits_k)
-    )
-    keep = read_probability(pi_q[:, queries], pi_k, queries, layer.config, window=layer.window)
-    group = attention.view(groups, -1, *attention.shape[1:]).mean(dim=1)
-    return 1 - (group * keep).sum(dim=-1)
-
-
-def _grouped(labels: Tensor) -> Tensor:
-    """[B, G, T], also of a single group."""
-    return labels if labels.dim() == 3 else labels[:, None]

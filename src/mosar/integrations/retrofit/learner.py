@@ -14,18 +14,20 @@ import math
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from mosar.core.routers import PostPositionRouter
+from mosar.core.routers import PostPositionRouter, top1_routing
 from mosar.integrations.retrofit.config import RetrofitSettings
 from mosar.integrations.retrofit.layer import RoutedLayer
 from mosar.integrations.retrofit.objective import (
+    by_group,
     causal_pairs,
     expected_pairs,
     head_attention,
     kept_output,
+    read_attention,
     read_probability,
+    spread_queries,
 )
 
 _WARMUP_UPDATES = 10
@@ -109,9 +111,7 @@ class LayerLearner:
     @torch.no_grad()
     def measure(self, given: LayerInput, cost_weight: float) -> LayerMeasure:
         """The same figures of evenly spread queries, without an update."""
-        length = given.k.shape[1]
-        most = min(self.settings.queries, length)
-        queries = torch.arange(1, most + 1, device=given.k.device) * length // most - 1
+        queries = spread_queries(self.settings.queries, given.k)
         return self._loss(given, queries, cost_weight, 0.0)[1]
 
     def _loss(
@@ -135,7 +135,7 @@ class LayerLearner:
             after = given.residual[queries].float() + exact
             stream = after.square().sum(dim=-1).median().clamp_min(1e-12)
         routed = layer.route(given.q[None, :, queries], given.k[None])
-        pi_q, pi_k = (_grouped(x.probabilities) for x in (routed.query, routed.key))
+        pi_q, pi_k = (by_group(x.probabilities) for x in (routed.query, routed.key))
         keep = read_probability(pi_q, pi_k, **support)
         found = layer.project(kept_output(attention, keep, given.v)).float()
         error = (found - exact).square().sum(dim=-1).mean() / stream
@@ -144,10 +144,9 @@ class LayerLearner:
             price = price - entropy_weight * (_entropy(pi_q) + _entropy(pi_k))
         loss = error + cost_weight * price
         with torch.no_grad():
-            sure_q, sure_k = (_one_hot(_grouped(x.logits)) for x in (routed.query, routed.key))
-            group = attention.view(config.routing_groups, -1, *attention.shape[1:]).mean(dim=1)
-            read = (group * read_probability(sure_q, sure_k, **support)).sum(dim=-1)
-            pairs = expected_pairs(sure_q, sure_k, **support)
+            logits_q, logits_k = (by_group(x.logits) for x in (routed.query, routed.key))
+            read = read_attention(attention, logits_q, logits_k, queries, layer)
+            pairs = expected_pairs(top1_routing(logits_q), top1_routing(logits_k), **support)
             causal = causal_pairs(queries, layer.window).float().mean()
             measure = LayerMeasure(
                 float(loss), float(error), 1 - read.mean(dim=1), pairs.mean(dim=1) / causal
@@ -177,15 +176,6 @@ def _rate(number: int, total: int, peak: float) -> float:
 
 def _generator(seed: int, step: int, layer: int) -> torch.Generator:
     return torch.Generator().manual_seed((seed * 1_000_003 + step) * 1_009 + layer)
-
-
-def _grouped(routing: Tensor) -> Tensor:
-    """[1, G, T, R] or, of a single group, [1, T, R] -> [G, T, R]."""
-    return routing[0] if routing.dim() == 4 else routing
-
-
-def _one_hot(logits: Tensor) -> Tensor:
-    return F.one_hot(logits.argmax(dim=-1), logits.shape[-1]).to(logits.dtype)
 
 
 def _entropy(pi: Tensor) -> Tensor:

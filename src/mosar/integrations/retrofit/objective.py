@@ -30,6 +30,8 @@ from torch import Tensor
 
 from mosar.core.config import MoSARConfig
 from mosar.core.regimes import support_reach
+from mosar.core.routers import top1_routing
+from mosar.integrations.retrofit.layer import RoutedLayer
 
 
 @dataclass(frozen=True)
@@ -138,3 +140,28 @@ def causal_pairs(queries: Tensor, window: int | None = None) -> Tensor:
     """Keys that each query may read at all, [Q]."""
     whole = queries + 1
     return whole if window is None else whole.clamp_max(window + 1)
+
+
+def read_attention(
+    attention: Tensor, logits_q: Tensor, logits_k: Tensor, queries: Tensor, layer: RoutedLayer
+) -> Tensor:
+    """The share of attention [H, Q, S] that the top-1 choices of a layer read, [G, Q].
+
+    logits_q [G, Q, R], logits_k [G, S, R].
+    """
+    pi_q, pi_k = top1_routing(logits_q), top1_routing(logits_k)
+    keep = read_probability(pi_q, pi_k, queries, layer.config, window=layer.window)
+    of_group = attention.view(layer.config.routing_groups, -1, *attention.shape[1:]).mean(dim=1)
+    return (of_group * keep).sum(dim=-1)
+
+
+def spread_queries(number: int, keys: Tensor) -> Tensor:
+    """At most `number` positions, evenly spread over those of keys [..., S, D]."""
+    length = keys.shape[-2]
+    number = min(number, length)
+    return torch.arange(1, number + 1, device=keys.device) * length // number - 1
+
+
+def by_group(routing: Tensor) -> Tensor:
+    """[1, G, T, R] or, of a single group, [1, T, R] -> [G, T, R]."""
+    return routing[0] if routing.dim() == 4 else routing
