@@ -32,7 +32,7 @@ from mosar.training.run import Cadence, Run
 from mosar.training.run_folder import CHECKPOINTS, METRICS, check_same_run, read_metrics
 from mosar.training.schedule import learning_rate
 from mosar.training.stopping import StopRequest
-from mosar.training.tensorboard import Board, check_tensorboard, tensorboard_writer
+from mosar.training.tensorboard import WriteLine, check_tensorboard, tensorboard_writer
 
 
 class Learner(Run):
@@ -131,7 +131,7 @@ class Learner(Run):
             return "the same job goes on"
         return f"go on with: mosar train --out {out}"
 
-    def board(self, out: Path, start: int) -> AbstractContextManager[Board]:
+    def board(self, out: Path, start: int) -> AbstractContextManager[WriteLine]:
         return tensorboard_writer(self.config, out, start)
 
     def finish(self, out: Path) -> None:

@@ -123,10 +123,10 @@ def _run_steps(
         return
     metrics = MetricsFile(out / METRICS, link)
     try:
-        with run.board(out, start) as board, reporter.running(start):
+        with run.board(out, start) as draw, reporter.running(start):
             for line in _steps(run, out, start, stop, metrics):
                 metrics.append(line)
-                board.write(line)
+                draw(line)
                 reporter.show(line)
     finally:
         metrics.close()
