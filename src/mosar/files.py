@@ -1,4 +1,4 @@
-"""Files that are whole, and known to be what was written: atomic writes, checksums, JSON.
+"""Files that are whole, and known to be what was written: atomic writes, locks, checksums, JSON.
 
     checksum = sha256(before + JSON of the values, keys sorted)
 
@@ -13,10 +13,13 @@ import hashlib
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from mosar.errors import MosarError
 
 CHECKSUM = "checksum"
 LINE_DIGITS = 16
@@ -134,6 +137,96 @@ def make_folder(folder: Path, named: Path | None = None) -> None:
         if isinstance(error, FileExistsError | NotADirectoryError):
             reason = "a file is in the place of a folder"
         raise OSError(error.errno, f"{reason}; give another --out", str(place)) from None
+
+
+def take_lock(descriptor: int) -> bool:
+    """Whether this process has the lock of an open file or folder now, until it closes it or ends.
+
+    True also on systems and file systems without locks, where nothing is known of others.
+    """
+    try:
+        import fcntl
+    except ModuleNotFoundError:
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+@contextmanager
+def staged_folder(out: Path | str, refuse: Callable[[Path], None]) -> Iterator[Path]:
+    """An empty folder to fill; when the block ends well it is `out`, otherwise it is gone.
+
+    `refuse` raises where the file or folder that is there must not be replaced. Beside OUT there
+    may be `.OUT.partial` (being built; what a killed process leaves is removed by the next one)
+    and, for an instant while OUT is replaced, `.OUT.replaced`.
+    """
+    # A link stays, and what it leads to is replaced.
+    out = Path(os.path.realpath(out))
+    staging, replaced = (out.with_name(f".{out.name}.{end}") for end in ("partial", "replaced"))
+    make_folder(out.parent, named=out)
+    with _held(staging, out):
+        try:
+            _finish_replacement(out, replaced)
+            if _holds_something(out):
+                refuse(out)
+            for path in staging.iterdir():
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+            yield staging
+            sync(staging)
+            if _holds_something(out):
+                refuse(out)
+                os.rename(out, replaced)
+            os.rename(staging, out)
+            sync(out.parent)
+            shutil.rmtree(replaced, ignore_errors=True)
+        except BaseException:
+            shutil.rmtree(staging, ignore_errors=True)
+            _finish_replacement(out, replaced)
+            raise
+
+
+def _holds_something(out: Path) -> bool:
+    return os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir()))
+
+
+def _finish_replacement(out: Path, replaced: Path) -> None:
+    """Undoes or completes a replacement that was cut short between its two renames."""
+    if not replaced.exists():
+        return
+    if out.exists():
+        shutil.rmtree(replaced)
+    else:
+        os.rename(replaced, out)
+
+
+@contextmanager
+def _held(staging: Path, out: Path) -> Iterator[None]:
+    """Makes the folder and holds its lock."""
+    busy = MosarError(f"another process is making {out}; wait for it or choose another --out")
+    make_folder(staging, named=out)
+    try:
+        descriptor = os.open(staging, os.O_RDONLY)
+    except FileNotFoundError:
+        raise busy from None
+    except PermissionError:
+        if os.name != "nt":  # Windows opens no folders.
+            raise
+        yield
+        return
+    try:
+        taken = take_lock(descriptor)
+        # Another process may have finished between our two looks at the folder.
+        same = staging.exists() and os.path.samestat(os.fstat(descriptor), os.stat(staging))
+        if not taken or not same:
+            raise busy
+        yield
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager

@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from mosar.data import staging
+from mosar import files
 from mosar.data.prepare import check_dataset, prepare
-from mosar.errors import DataError
+from mosar.errors import DataError, MosarError
 from processes import finish, start, stop, wait_for
 
 COMMAND = [sys.executable, "-m", "mosar.cli", "prepare"]
@@ -75,7 +75,7 @@ def test_two_at_once(tmp_path, long_sources):
     process = prepare_process(*long_sources, "--out", out)
     try:
         wait_for(lambda: packed_bytes(out) > 0, process)
-        with pytest.raises(DataError, match="another process is preparing"):
+        with pytest.raises(MosarError, match="another process is making"):
             prepare(long_sources[:1], out)
         assert process.poll() is None
         assert packed_bytes(out) > 0
@@ -133,7 +133,7 @@ def test_a_rename_that_fails_puts_the_old_one_back(tmp_path, dataset, write_line
             raise OSError(5, "Input/output error")
         rename(source, target)
 
-    monkeypatch.setattr(staging.os, "rename", fail_once)
+    monkeypatch.setattr(files.os, "rename", fail_once)
     with pytest.raises(OSError, match="Input/output error"):
         prepare([write_lines(["x", "y"])], dataset, force=True)
     assert check_dataset(dataset) == before

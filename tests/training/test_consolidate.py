@@ -36,7 +36,7 @@ def test_what_fails_leaves_nothing(run, tmp_path, monkeypatch):
 
 
 def test_what_a_killed_process_left_is_no_hindrance(run, tmp_path):
-    left = tmp_path / ".plain.unfinished"
+    left = tmp_path / ".plain.partial"
     (left / CHECKPOINTS / "step-00000007").mkdir(parents=True)
     (left / METRICS).write_text("half a li")
     assert consolidate(run, tmp_path / "plain") == 2

@@ -6,6 +6,7 @@ import hashlib
 import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from numbers import Integral, Real
 from pathlib import Path
 
@@ -24,7 +25,6 @@ from mosar.data.manifest import (
 )
 from mosar.data.packing import SplitWriter, pack
 from mosar.data.progress import Display
-from mosar.data.staging import staged_folder
 from mosar.data.tokenizer import (
     ByteTokenizer,
     Tokenizer,
@@ -34,7 +34,7 @@ from mosar.data.tokenizer import (
     train_bpe,
 )
 from mosar.errors import DataError
-from mosar.files import file_checksum, write_synced
+from mosar.files import file_checksum, staged_folder, write_synced
 
 SAMPLE_CHARACTERS = 1 << 27
 """A BPE is trained on this much of the training text, from its beginning: memory stays bounded."""
@@ -100,7 +100,7 @@ def prepare(
     if bpe is None:
         encoder = ByteTokenizer() if tokenizer == "byte" else read_tokenizer(tokenizer, end_of_text)
     with (
-        staged_folder(out, replace=force, replaceable=_is_dataset) as folder,
+        staged_folder(out, partial(_refuse, force=force)) as folder,
         Display(progress).open() as display,
     ):
         if bpe is not None:
@@ -167,12 +167,15 @@ def _check_overlap(plan: _Plan) -> None:
             raise DataError(f"{source.spec} is among the training and the validation sources")
 
 
-def _is_dataset(folder: Path) -> bool:
-    """Whether a folder is ours to replace: a dataset, be it damaged."""
+def _refuse(out: Path, force: bool) -> None:
+    """A DataError unless `out` is ours to replace: a dataset, be it damaged, and `force`."""
     ours = {MANIFEST, TOKENIZER}
     ours |= {name for split in SPLITS for name in (tokens_file(split), documents_file(split))}
-    names = {path.name for path in folder.iterdir()}
-    return MANIFEST in names and names <= ours
+    names = {path.name for path in out.iterdir()} if out.is_dir() else set()
+    if MANIFEST not in names or not names <= ours:
+        raise DataError(f"{out} holds something else than a dataset; choose another --out")
+    if not force:
+        raise DataError(f"{out} holds a dataset already; --force replaces it")
 
 
 def _train(plan: _Plan, vocab_size: int, display: Display) -> Tokenizer:

@@ -10,6 +10,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from mosar.files import replace_synced
 from mosar.report.charts import Bars, Chart
 from mosar.report.comparison import Comparison
 from mosar.report.experiment import ReportError, load_experiment
@@ -120,9 +121,4 @@ def _write(folder: Path, name: str, data: bytes) -> None:
     """A file of `folder`, whole or not at all; a name that leads elsewhere is refused."""
     if name != os.path.basename(name):
         raise ReportError(f"a report does not write outside of its folder: {name!r:.80}")
-    temporary = folder / f".{name}.{os.getpid()}.tmp"
-    try:
-        temporary.write_bytes(data)
-        os.replace(temporary, folder / name)
-    finally:
-        temporary.unlink(missing_ok=True)
+    replace_synced(folder / name, data)

@@ -8,7 +8,6 @@ RUN/.lock           held by the process that trains; the system releases it when
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -25,6 +24,7 @@ from mosar.files import (
     parse_json,
     replace_synced,
     sealed,
+    take_lock,
     unsealed,
 )
 from mosar.records import environment
@@ -56,13 +56,11 @@ def locked(folder: Path) -> Iterator[None]:
     make_folder(folder)
     descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not take_lock(descriptor):
             holder = os.read(descriptor, 100).decode(errors="replace").strip() or "unknown"
             raise TrainingError(
                 f"another process trains into {folder} (process {holder}); wait for it or stop it"
-            ) from None
+            )
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
         yield

@@ -5,14 +5,22 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 
-from mosar.data.staging import staged_folder
-from mosar.errors import DataError, ModelError
-from mosar.files import file_checksum, parse_json, rust_os_errors, sealed, unsealed, write_synced
+from mosar.errors import ModelError
+from mosar.files import (
+    file_checksum,
+    parse_json,
+    rust_os_errors,
+    sealed,
+    staged_folder,
+    unsealed,
+    write_synced,
+)
 from mosar.integrations.hf.config import MosarDecoderConfig
 from mosar.integrations.hf.model import MosarForCausalLM
 from mosar.integrations.quiet import quiet
@@ -114,35 +122,30 @@ def new_folder(out: Path, *, replace: bool | None = None) -> Iterator[Path]:
 
     replace: whether an exported model in `out` may go; None: nothing is ever replaced.
     """
-    out = Path(out)
-    if out.exists() and not out.is_dir():
-        raise ModelError(f"{out} is a file; choose another --out")
-    if out.is_dir() and any(out.iterdir()):
-        if replace is None:
-            raise ModelError(f"{out} is not empty; choose another --out")
-        if not is_model_folder(out):
-            raise ModelError(
-                f"{out} is not empty and holds something else than an exported model; "
-                "choose another --out"
-            )
-        foreign = sorted(path.name for path in out.iterdir() if not _is_ours(path))
-        if foreign:
-            raise ModelError(
-                f"{out} holds {foreign[0]}, which no export wrote and replacing would delete; move "
-                "it, or choose another --out"
-            )
-        if not replace:
-            raise ModelError(
-                f"{out} holds an exported model already; --force replaces it, or choose another "
-                "--out"
-            )
     try:
-        with (
-            staged_folder(out, replace=True, replaceable=lambda _: True) as staging,
-            rust_os_errors(out),
-        ):
+        with staged_folder(out, partial(_refuse, replace=replace)) as staging, rust_os_errors(out):
             yield staging
-    except DataError as error:
-        raise ModelError(str(error)) from None
     except OSError as error:
         raise ModelError(f"{error.filename or out}: {error.strerror or error}") from None
+
+
+def _refuse(out: Path, replace: bool | None) -> None:
+    if not out.is_dir():
+        raise ModelError(f"{out} is a file; choose another --out")
+    if replace is None:
+        raise ModelError(f"{out} is not empty; choose another --out")
+    if not is_model_folder(out):
+        raise ModelError(
+            f"{out} is not empty and holds something else than an exported model; "
+            "choose another --out"
+        )
+    foreign = sorted(path.name for path in out.iterdir() if not _is_ours(path))
+    if foreign:
+        raise ModelError(
+            f"{out} holds {foreign[0]}, which no export wrote and replacing would delete; move "
+            "it, or choose another --out"
+        )
+    if not replace:
+        raise ModelError(
+            f"{out} holds an exported model already; --force replaces it, or choose another --out"
+        )

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from mosar.errors import TrainingError
-from mosar.files import make_folder, replace_synced
+from mosar.files import replace_synced, staged_folder
 from mosar.training import checkpoints
 from mosar.training.checkpoints import DamagedCheckpoint
 from mosar.training.config import DistributedConfig
 from mosar.training.run_folder import (
     CHECKPOINTS,
     METRICS,
-    locked,
     read_config,
     read_data_fingerprint,
     read_metrics,
@@ -38,16 +33,14 @@ def consolidate(run: Path, out: Path, step: int | None = None) -> int:
     if step not in steps:
         there = ", ".join(map(str, steps))
         raise TrainingError(f"{run} has no checkpoint of step {step}; there are {there}")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise TrainingError(f"{out} is there already; give another --out")
-    config = replace(read_config(run), distributed=DistributedConfig())
-    try:
-        checkpoint = checkpoints.read_checkpoint(run / CHECKPOINTS, step)
-    except DamagedCheckpoint as error:
-        raise TrainingError(f"the checkpoint of step {step} is damaged ({error})") from None
-    kept = ("config_hash", "rng", "environment")
-    state = {key: checkpoint.state[key] for key in kept} | {"mesh": None}
-    with _made_beside(out) as folder:
+    with staged_folder(out, _refuse) as folder:
+        config = replace(read_config(run), distributed=DistributedConfig())
+        try:
+            checkpoint = checkpoints.read_checkpoint(run / CHECKPOINTS, step)
+        except DamagedCheckpoint as error:
+            raise TrainingError(f"the checkpoint of step {step} is damaged ({error})") from None
+        kept = ("config_hash", "rng", "environment")
+        state = {key: checkpoint.state[key] for key in kept} | {"mesh": None}
         if (run / METRICS).exists():
             # Checked as a whole here; the copy is cut to the checkpoint.
             read_metrics(run)
@@ -60,18 +53,5 @@ def consolidate(run: Path, out: Path, step: int | None = None) -> int:
     return step
 
 
-@contextmanager
-def _made_beside(out: Path) -> Iterator[Path]:
-    """A folder to fill, which takes the place of `out` when all of it is there, or never."""
-    folder = out.absolute().with_name(f".{out.absolute().name}.unfinished")
-    make_folder(folder, named=out)
-    with locked(folder):
-        try:
-            # What a process that was killed left here.
-            shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
-            (folder / METRICS).unlink(missing_ok=True)
-            yield folder
-            os.rename(folder, out.absolute())
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
+def _refuse(out: Path) -> None:
+    raise TrainingError(f"{out} is there already; give another --out")
