@@ -24,9 +24,10 @@ STEP = 20
 EPS = torch.finfo(torch.float32).eps
 
 
-def small_model(attention="mosar", *, vocab_size=61, **options) -> MosarForCausalLM:
+def small_model(attention="mosar", *, vocab_size=61, num_layers=2, **options) -> MosarForCausalLM:
     """A model with lively routers, so that all regimes are chosen."""
-    decoder = make_lively(small_decoder(attention, init_std=0.2, vocab_size=vocab_size))
+    sizes = {"init_std": 0.2, "vocab_size": vocab_size, "num_layers": num_layers}
+    decoder = make_lively(small_decoder(attention, **sizes))
     return MosarForCausalLM.from_decoder(decoder, **options)
 
 

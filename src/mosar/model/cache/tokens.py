@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from mosar.attention import mosar_attention
+from mosar.attention import attend
+from mosar.core.bias import LabelBias, MixtureBias
 from mosar.core.config import MoSARConfig
 from mosar.core.inputs import DTYPES
 from mosar.core.layout import can_check_values, is_traced
@@ -93,27 +93,24 @@ def attend_tokens(
     positions: Tensor,
     keys: Tokens,
     config: MoSARConfig,
+    *,
+    routing: str,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Queries [B, Hq, T, D] at positions [B, T] over keys, by `mosar_attention`, and log-sum-exp.
+    """Queries [B, Hq, T, D] at positions [B, T] over keys: output and log-sum-exp.
 
     choice: labels [B, Gr, T], or probabilities [B, Gr, T, R] where the keys have theirs.
     """
-    wide = torch.promote_types(q.dtype, torch.float32)
     if not keys.num_tokens:
+        wide = torch.promote_types(q.dtype, torch.float32)
         return torch.zeros_like(q), q.new_full(q.shape[:-1], -torch.inf, dtype=wide)
-    pi_q, pi_k = choice, keys.pi
-    if pi_k is None:
-        pi_q, pi_k = (F.one_hot(x, config.num_regimes).to(wide) for x in (choice, keys.labels))
-    result: Any = mosar_attention(
-        *(q, keys.k.to(q.dtype), keys.v.to(q.dtype), pi_q, pi_k, config),
-        query_positions=positions,
-        key_positions=keys.all_positions,
-        key_valid=keys.valid,
-        return_lse=True,
-        **options,
-    )
-    return result
+    if keys.pi is None:
+        bias = LabelBias(choice, keys.labels, config, ends_at_reach=routing == "sparse")
+    else:
+        bias = MixtureBias(choice, keys.pi, config)
+    options |= {"query_positions": positions, "key_positions": keys.all_positions}
+    k, v = keys.k.to(q.dtype), keys.v.to(q.dtype)
+    return attend(q, k, v, bias, key_valid=keys.valid, return_lse=True, **options)  # pyright: ignore[reportReturnType]
 
 
 def check_labels(name: str, labels: Tensor, config: MoSARConfig) -> None:
