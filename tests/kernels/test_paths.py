@@ -198,7 +198,7 @@ def is_far(kind, trait):
     return far or trait in FEW_ENTRIES
 
 
-# Top-1 is soft routing with one-hot rows here, and no bias is one of zeros: `test_any_call` has both.
+# Top-1 is soft routing of one-hot rows, and no bias one of zeros: `test_any_call` has both.
 @pytest.mark.parametrize(
     ("impl", "kind"), [path for path in SOME_PATHS if path[1] not in ("top1", "none")]
 )
