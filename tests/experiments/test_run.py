@@ -19,11 +19,9 @@ from mosar.experiments import work
 from mosar.experiments.run import run_experiment
 from mosar.experiments.settings import Axis, ExperimentSettings
 from mosar.experiments.work import duration_text
-from mosar.geometries import VARIANTS
 from mosar.records import EvaluationRecord, TrainingRecord, read_records
 from mosar.report.comparison import Comparison
 from mosar.report.experiment import load_experiment
-from mosar.training.config import PRESETS
 from mosar.training.run_folder import locked, read_metrics
 
 STEPS = 6
@@ -283,12 +281,6 @@ def test_one_cell_is_not_cells(dataset, tmp_path, monkeypatch):
     assert result.exit_code == 1
     assert "\n1 cell to run on " in f"\n{result.stderr}"
     assert result.stderr.splitlines()[-1] == "mosar: error: 1 cell failed; rope-seed0: no luck"
-
-
-def test_the_help_names_presets_and_variants():
-    result = CliRunner().invoke(app, ["reproduce", "--help"], env={"COLUMNS": "400"})
-    for name in (*PRESETS, *VARIANTS):
-        assert name in result.stdout
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,7 @@ import pytest
 from mosar.core.config import Regime
 from mosar.geometries import VARIANTS
 from mosar.training.config import (
-    SECTIONS,
     RunConfig,
-    TrainConfig,
     changed_config,
     known_keys,
     parse_changes,
@@ -63,9 +61,7 @@ def test_the_paper_preset_is_the_papers():
 
 
 def test_the_vocabulary_is_that_of_the_data_unless_set():
-    assert resolve().model.vocab_size == 257
-    assert resolve("model.vocab_size=300").model.vocab_size == 300
-    assert resolve(preset="paper").model.vocab_size == 256_000
+    assert [resolve(*c).model.vocab_size for c in ((), ("model.vocab_size=300",))] == [257, 300]
 
 
 @pytest.mark.parametrize(
@@ -170,10 +166,7 @@ def test_from_dict_names_what_is_wrong():
 def test_the_fingerprint_tells_results_apart_and_nothing_else():
     base = resolve()
     same = ("train.eval_every=7", "train.keep_last=9", "train.log_every=3", "data.folder=else")
-    same += (
-        "train.loss_chunk=32",
-        "train.steps=50 ",
-    )
+    same += ("train.loss_chunk=32", "train.steps=50 ")
     for change in same:
         changes = [change, "train.decay_steps=40"]
         assert resolve(*changes).fingerprint() == base.fingerprint(), change
@@ -183,11 +176,5 @@ def test_the_fingerprint_tells_results_apart_and_nothing_else():
         assert resolve(change).fingerprint() != base.fingerprint(), change
 
 
-def test_every_key_is_known_and_documented():
-    keys = known_keys()
-    assert set(keys) == set(resolve().flat())
-    assert len(SECTIONS) == 5
-
-
-def test_train_config_alone():
-    assert TrainConfig(steps=3, micro_batch=2, accumulation=5).windows_per_step == 10
+def test_every_key_is_known():
+    assert set(known_keys()) == set(resolve().flat())
