@@ -1,14 +1,19 @@
-"""One large experiment and its page, made once for the tests that read them."""
+"""One large experiment, its page and a browser, made once for the tests that use them."""
 
+import warnings
 from pathlib import Path
 
 import pytest
 
 from mosar.report.comparison import Comparison
 from mosar.report.experiment import load_experiment
-from mosar.report.page import render_page
-from mosar.report.sections import make_sections
-from report.synthetic import write_experiment
+from report.browser import Browser, find_browser
+from report.synthetic import render, write_experiment
+
+MISSING = (
+    "THE PAGE IS NOT TESTED IN A BROWSER: there is no chromium here; install it with "
+    "`apt-get install chromium` to run these tests"
+)
 
 
 @pytest.fixture(scope="session")
@@ -28,4 +33,15 @@ def comparison(folder) -> Comparison:
 
 @pytest.fixture(scope="session")
 def page(comparison) -> str:
-    return render_page(comparison, make_sections(comparison), [])
+    return render(comparison)
+
+
+@pytest.fixture(scope="session")
+def browser():
+    path = find_browser()
+    if path is None:
+        warnings.warn(MISSING, stacklevel=1)
+        pytest.skip(MISSING)
+    browser = Browser(path)
+    yield browser
+    browser.close()

@@ -26,6 +26,11 @@ from mosar.records import (
     TrainingRecord,
     append_record,
 )
+from mosar.report.comparison import Comparison
+from mosar.report.drawing import draw_pictures
+from mosar.report.experiment import load_experiment
+from mosar.report.page import render_page
+from mosar.report.sections import all_items, make_sections
 
 ALL = ("rope", "alibi", "p-rope", "fixed-s", "fixed-m", "rope-m-mask", "mosar", "mosar-cost")
 ROUTED = ("mosar", "mosar-cost")
@@ -103,6 +108,18 @@ def write_experiment(
         }
         (folder / "experiment.json").write_text(json.dumps(wanted))
     return folder
+
+
+def compare(folder: Path, **changes: Any) -> Comparison:
+    """Of an experiment without retrieval and benchmarks, unless they are asked for."""
+    options = {"retrieval": False, "benchmarks": False} | changes
+    return Comparison(load_experiment(write_experiment(folder, **options)))
+
+
+def render(c: Comparison) -> str:
+    """The page."""
+    sections = make_sections(c)
+    return render_page(c, sections, draw_pictures(all_items(sections)))
 
 
 def write_cell(

@@ -27,7 +27,7 @@ from mosar.report.verdicts import (
     together,
 )
 from report import synthetic
-from report.synthetic import make_retrieval, write_experiment
+from report.synthetic import compare, make_retrieval, write_experiment
 
 
 def seeds(*values):
@@ -110,15 +110,13 @@ def test_only_seeds_that_both_have_are_compared():
     assert falls(seeds(0.2), Estimate({1: 0.1}), "s").verdict == "unmeasured"
 
 
-def compare(folder, monkeypatch=None, quality=None, **changes):
-    if quality:
-        monkeypatch.setattr(synthetic, "_QUALITY", synthetic._QUALITY | quality)
-    changes = {"retrieval": False, "benchmarks": False} | changes
-    return Comparison(load_experiment(write_experiment(folder, **changes)))
+def compare_with(folder, monkeypatch, quality, **changes):
+    monkeypatch.setattr(synthetic, "_QUALITY", synthetic._QUALITY | quality)
+    return compare(folder, **changes)
 
 
 def test_lower_and_best_follow_the_records(tmp_path, monkeypatch):
-    c = compare(tmp_path, monkeypatch, {"alibi": (0.9, 0.9, 0.9), "mosar": (0.9, 0.9, 1.5)})
+    c = compare_with(tmp_path, monkeypatch, {"alibi": (0.9, 0.9, 0.9), "mosar": (0.9, 0.9, 1.5)})
     assert lower(c, Setting("alibi", 4.0), Setting("rope", 4.0)).verdict == "holds"
     worse = lower(c, Setting("mosar", 4.0), Setting("rope", 4.0))
     assert worse.verdict == "fails" and worse.ours.startswith("+")
@@ -137,7 +135,7 @@ def test_lower_and_best_follow_the_records(tmp_path, monkeypatch):
 
 def test_the_best_of_all_takes_all_to_hold_and_one_to_fail(tmp_path, monkeypatch):
     quality = {"alibi": (0.9, 0.9, 0.9), "mosar": (0.8, 0.8, 0.8)}
-    c = compare(tmp_path, monkeypatch, quality, variants=("rope", "alibi", "mosar"))
+    c = compare_with(tmp_path, monkeypatch, quality, variants=("rope", "alibi", "mosar"))
     found = best(c, "mosar", 4.0)
     assert found.verdict == "unmeasured" and found.ours.endswith("against ALiBi")
     assert found.basis == "3 seeds; 5 of the paper's variants not measured"
@@ -149,7 +147,7 @@ def test_the_best_of_all_takes_all_to_hold_and_one_to_fail(tmp_path, monkeypatch
 )
 def test_much_better_has_a_measure(tmp_path, monkeypatch, quality, verdict):
     qualities = {"rope": (1.0, 1.0, 1.0), "mosar": (1.0, 1.0, quality)}
-    c = compare(tmp_path, monkeypatch, qualities, variants=("rope", "mosar"))
+    c = compare_with(tmp_path, monkeypatch, qualities, variants=("rope", "mosar"))
     found = {claim.name: (claim, finding) for claim, finding in judged_claims(c)}
     claim, finding = found["far-below-rope"]
     assert finding.verdict == verdict and "Much: by more than 5 %" in claim.rule
@@ -177,7 +175,7 @@ def test_rivals_are_compared_within_seeds(tmp_path, monkeypatch):
     lucky = synthetic._shift
     monkeypatch.setattr(synthetic, "_shift", lambda cell: lucky(cell) - (cell.seed == 7))
     several = dict.fromkeys(synthetic.ALL, (0, 1, 2)) | {"alibi": (0, 1, 2, 7)}
-    c = compare(tmp_path, monkeypatch, quality, seeds=several)
+    c = compare_with(tmp_path, monkeypatch, quality, seeds=several)
     assert c.estimate(Setting("alibi", 4.0)).mean < c.estimate(Setting("mosar", 4.0)).mean
     found = best(c, "mosar", 4.0)
     assert found.verdict == "holds" and found.ours.endswith("against Fixed-M")
@@ -283,7 +281,7 @@ def test_every_claim_can_fail(tmp_path, monkeypatch):
             "mosar-cost": {"query": (0.1, 0.1, 0.8), "key": (0.1, 0.1, 0.8)},
         },
     )
-    c = compare(tmp_path, monkeypatch, quality)
+    c = compare_with(tmp_path, monkeypatch, quality)
     found = {claim.name: finding.verdict for claim, finding in judged_claims(c)}
     untouched = {"gap", "top1-reach", "reach-falls", "density-falls", "sparse-same"}
     untouched |= {"sparse-faster", "long-links", "queries-stable", "keys-open", "cost-reopens"}

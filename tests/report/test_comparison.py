@@ -19,10 +19,10 @@ from mosar.report.comparison import (
 )
 from mosar.report.experiment import load_experiment
 from mosar.report.formats import setting
-from mosar.report.page import render_page
-from mosar.report.sections import make_sections
+from mosar.report.summary import abstract
 from report.synthetic import (
     ALL,
+    compare,
     make_config,
     make_evaluation,
     make_retrieval,
@@ -30,11 +30,6 @@ from report.synthetic import (
     perplexity,
     write_experiment,
 )
-
-
-def compare(folder, **changes):
-    changes = {"retrieval": False, "benchmarks": False} | changes
-    return Comparison(load_experiment(write_experiment(folder, **changes)))
 
 
 def test_estimates_are_means_over_seeds(comparison):
@@ -161,10 +156,8 @@ def test_cells_of_a_task_are_no_seeds_of_the_text(tmp_path):
     asked = {(r.cell.variant, r.cell.seed) for r in c.retrievals}
     assert asked == {(variant, seed) for variant, seeds in tasks.items() for seed in seeds}
     # A variant that only the task has is shown with it.
-    page = render_page(c, make_sections(c), [])
-    abstract = re.search(r'class="abstract">(.*?)</p>', page, re.S)[1]
-    assert "Two variants" not in abstract and abstract.startswith("2 variants of one decoder")
-    assert re.search(r"Right answers .*Fixed-M \d+ %", abstract)
+    assert abstract(c).startswith("2 variants of one decoder")
+    assert re.search(r"Right answers .*Fixed-M \d+ %", abstract(c))
 
 
 def test_in_an_experiment_of_tasks_alone_they_are_the_seeds(tmp_path):

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from mosar.records import RetrofitEvaluation, append_record
-from mosar.report.frontier import draw_frontier
-from mosar.report.retrofit import Point, frontier, gap_at, load_run, write_retrofit_report
+from mosar.report.figures import draw_frontier
+from mosar.report.retrofit import FrontierPoint, frontier, gap_at, load_run, write_retrofit_report
 
 LENGTH = 1000
 DENSE = RetrofitEvaluation(
@@ -75,7 +75,7 @@ def test_the_frontier_joins_runs_of_one_text(runs):
 
 
 def test_a_gap_between_two_windows():
-    points = [Point("", 0.1, 0.08), Point("", 0.4, 0.02)]
+    points = [FrontierPoint("", 0.1, 0.08), FrontierPoint("", 0.4, 0.02)]
     assert gap_at(points, 0.2) == pytest.approx(0.04)
     assert gap_at(points, 0.1) == pytest.approx(0.08)
     assert gap_at(points, 0.05) is None and gap_at(points, 0.5) is None
@@ -97,11 +97,11 @@ def test_nothing_evaluated_is_said(tmp_path):
 
 
 def test_a_panel_a_length_with_both_lines():
-    points = [Point("a", 0.1, 0.05), Point("b", 0.2, 0.02)]
+    points = [FrontierPoint("a", 0.1, 0.05), FrontierPoint("b", 0.2, 0.02)]
     figure = draw_frontier({2048: (points, points[:1]), 4096: (points, [])})
     assert [axes.get_title(loc="left") for axes in figure.axes] == ["2,048 tokens", "4,096 tokens"]
-    lines = {line.get_gid(): line for line in figure.axes[0].lines if line.get_gid()}
-    assert list(lines["learned routing, sparse"].get_ydata()) == pytest.approx([5, 2])
+    lines = {line.get_gid(): line for line in figure.axes[0].lines}
+    assert list(lines["series-learned routing, sparse"].get_ydata()) == pytest.approx([5, 2])
     with pytest.raises(ValueError, match="no frontier"):
         draw_frontier({2048: ([], [])})
 

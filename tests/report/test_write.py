@@ -14,11 +14,11 @@ from mosar.cli import app
 from mosar.data.prepare import prepare
 from mosar.evaluation.evaluate import evaluate
 from mosar.records import Cell, append_record
-from mosar.report.charts import Bars, Chart
+from mosar.report.charts import Named
 from mosar.report.comparison import Comparison
 from mosar.report.experiment import ReportError, load_experiment
 from mosar.report.formats import slug
-from mosar.report.sections import Switch, make_sections
+from mosar.report.sections import all_items, make_sections
 from mosar.report.write import write_report
 from mosar.training.config import resolve_config
 from mosar.training.loop import train
@@ -76,9 +76,9 @@ def test_figures_show_what_the_page_shows(written):
     page = (written / "index.html").read_text()
     charts = set(re.findall(r'<figure class="card \w+" id="fig-([\w.-]+)"', page))
     stems = {path.stem for path in (written / "figures").iterdir()}
-    assert {name for name in charts if not name.startswith("speedup")} <= stems
+    assert charts <= stems
     svg = (written / "figures" / "perplexity_by_length.svg").read_text()
-    assert all(f'id="{name}"' in svg for name in ("mosar", "rope", "fixed-m"))
+    assert all(f'id="series-{name}"' in svg for name in ("mosar", "rope", "fixed-m"))
 
 
 def test_tables_hold_the_main_table(written):
@@ -148,21 +148,12 @@ def test_names_that_look_alike_stay_apart(tmp_path):
     for name in names:
         named(folder, name, name, "key")
     c = Comparison(load_experiment(folder))
-    found = Counter(part.name for part in _charts(make_sections(c)))
+    named_items = [item for item in all_items(make_sections(c)) if isinstance(item, Named)]
+    found = Counter(item.name for item in named_items)
     assert max(found.values()) == 1
     assert all(re.fullmatch(r"[a-z0-9][a-z0-9._-]{0,63}", name) for name in found)
     for start in ("regime_shares_", "retrieval_"):
         assert sum(name.startswith(start) for name in found) == len(names)
-
-
-def _charts(sections):
-    for section in sections:
-        for item in section.items:
-            if isinstance(item, Switch):
-                yield item
-                yield from (option for _, option in item.options)
-            elif isinstance(item, (Bars, Chart)):
-                yield item
 
 
 def test_plain_names_are_slugs_already():
@@ -253,8 +244,9 @@ def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):
 
 def test_the_data_files_are_packaged():
     """They are found where the package is, not beside the tests."""
+    names = ("page.css", "page.html", "page.js", "paper.json")
     code = "from importlib.resources import files; f = files('mosar.report'); " + (
-        "print(all(f.joinpath(n).is_file() for n in ('page.css', 'page.js', 'paper.json')))"
+        f"print(all(f.joinpath(n).is_file() for n in {names}))"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.stdout == "True\n"

@@ -128,7 +128,7 @@ def plan(
 
 
 def _draw(made: Plan, path: Path) -> None:
-    from mosar.report.plan_chart import draw_plan
+    from mosar.report.figures import draw_plan
 
     section = "operations of a token"
     rest = sum(made.value(section, f"{name}, forward") for name in ("matrices", "routers"))

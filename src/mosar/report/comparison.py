@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 
 from mosar.core.config import MoSARConfig
 from mosar.files import parse_json
+from mosar.geometries import GEOMETRIES
 from mosar.records import Cell, EvaluationRecord, RetrievalRecord, TrainingRecord
 from mosar.report.experiment import Experiment, task_of
-from mosar.report.palette import in_order
+from mosar.report.palette import Look, in_order, variant_looks
 from mosar.report.paper import paper
 
 BASELINE = "rope"
@@ -91,6 +92,11 @@ class Comparison:
     @cached_property
     def variants(self) -> list[str]:
         return in_order({cell.variant for cell in self.cells.values()})
+
+    @cached_property
+    def looks(self) -> dict[str, Look]:
+        """How figures draw each variant that has a record, in their order."""
+        return variant_looks({cell.variant for cell in self.experiment.cells})
 
     @cached_property
     def evaluated(self) -> list[str]:
@@ -196,7 +202,8 @@ class Comparison:
         """The reach that a geometry without routers has by definition, over N."""
         for record in self.trainings.get(variant, {}).values():
             attention, config = record.config.get("attention", {}), geometry_of(record.config)
-            if attention.get("geometry") not in ("fixed", "rope-mask"):
+            geometry = GEOMETRIES.get(attention.get("geometry"))
+            if geometry is None or "regime" not in geometry.settings:
                 return 1.0
             if config is None:
                 return None

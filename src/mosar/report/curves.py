@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 
 from mosar.records import AttentionBenchmark, DecodeBenchmark, EvaluationRecord, RetrievalRecord
-from mosar.report.charts import Chart, Mark, Point, Series
+from mosar.report.charts import DASHED, DOTTED, Chart, Mark, Point, Series, cap_of, point, points
 from mosar.report.comparison import (
     BASELINE,
     Comparison,
@@ -18,24 +19,24 @@ from mosar.report.comparison import (
     perplexity_of,
 )
 from mosar.report.formats import percent, perplexity, setting, share, times
-from mosar.report.palette import Look, sequence_looks, variant_looks
-from mosar.report.series import DASHED, DOTTED, cap_of, noted, point
+from mosar.report.palette import Look, sequence_looks
+
+
+def variant_series(
+    c: Comparison, variants: Iterable[str], points_of: Callable[[str], Iterable[Point]]
+) -> list[Series]:
+    """A line for each variant, in its look."""
+    return [Series(key=v, look=c.looks[v], points=tuple(points_of(v))) for v in variants]
 
 
 def validation_curves(c: Comparison) -> Chart:
-    series = []
-    looks = variant_looks(c.variants)
-    for variant, runs in c.trainings.items():
-        curves = {seed: curve_of(run.valid_curve) for seed, run in runs.items()}
-        points = [
-            point(step, Estimate({s: _exp(curve[step]) for s, curve in found}), perplexity)
-            for step, found in _common_steps(curves)
-        ]
-        series.append(
-            Series(
-                key=variant, label=looks[variant].label, look=looks[variant], points=tuple(points)
-            )
+    def curve(variant: str) -> Iterable[Point]:
+        runs = c.trainings[variant].items()
+        return _over_seeds(
+            {seed: _perplexities(curve_of(run.valid_curve)) for seed, run in runs}, perplexity
         )
+
+    series = variant_series(c, c.trainings, curve)
     final = sorted(line.points[-1].y for line in series if line.points)
     return Chart(
         name="validation_curves",
@@ -46,7 +47,7 @@ def validation_curves(c: Comparison) -> Chart:
         x_label="step",
         y_label="perplexity",
         y_log=True,
-        series=tuple(s for s in series if s.points),
+        series=tuple(series),
     )
 
 
@@ -54,25 +55,18 @@ def validation_delta(c: Comparison) -> Chart:
     """The same against the baseline of the same seed: the curves lie too close to be compared."""
     runs_of_baseline = c.trainings.get(BASELINE, {})
     baseline = {seed: curve_of(run.valid_curve) for seed, run in runs_of_baseline.items()}
-    looks = variant_looks(c.variants)
-    series = []
-    for variant, runs in c.trainings.items():
-        if variant == BASELINE:
-            continue
+
+    def curve(variant: str) -> Iterable[Point]:
         curves = {}
-        for seed in runs.keys() & baseline.keys():
+        for seed in c.trainings[variant].keys() & baseline.keys():
             theirs = baseline[seed]
             curves[seed] = {
                 step: (math.exp(loss - theirs[step]) - 1) * 100
-                for step, loss in runs[seed].valid_curve
+                for step, loss in c.trainings[variant][seed].valid_curve
                 if step in theirs and abs(loss - theirs[step]) < 50
             }
-        points = [
-            point(step, Estimate({s: curve[step] for s, curve in found}), percent)
-            for step, found in _common_steps(curves)
-        ]
-        look = looks[variant]
-        series.append(Series(key=variant, label=look.label, look=look, points=tuple(points)))
+        return _over_seeds(curves, percent)
+
     return Chart(
         name="validation_delta",
         title="Against RoPE during training",
@@ -81,44 +75,37 @@ def validation_delta(c: Comparison) -> Chart:
         y_label="perplexity against RoPE",
         unit=" %",
         line_at=0.0,
-        series=tuple(s for s in series if s.points),
+        series=tuple(variant_series(c, [v for v in c.trainings if v != BASELINE], curve)),
     )
 
 
-def _exp(loss: float) -> float:
-    """Perplexity, and no overflow where a model has collapsed."""
-    return math.exp(min(loss, 700.0))
+def _perplexities(losses: dict[float, float]) -> dict[float, float]:
+    """No overflow where a model has collapsed."""
+    return {place: math.exp(min(loss, 700.0)) for place, loss in losses.items()}
 
 
-def _common_steps(
-    curves: dict[int, dict[float, float]],
-) -> Iterable[tuple[float, list[tuple[int, dict[float, float]]]]]:
-    """Steps after the start that every seed has, each with the curves."""
-    if not curves:
-        return
-    shared = set.intersection(*(set(curve) for curve in curves.values()))
+def _over_seeds(
+    curves: dict[int, dict[float, float]], text: Callable[[float], str]
+) -> Iterable[Point]:
+    """At each step after the start that every seed has."""
+    shared = set.intersection(*map(set, curves.values())) if curves else set()
     for step in sorted(step for step in shared if step > 0):
-        yield step, sorted(curves.items())
+        values = {seed: curve[step] for seed, curve in sorted(curves.items())}
+        yield point(step, Estimate(values), text)
 
 
 def perplexity_by_position(c: Comparison, factor: float) -> Chart:
     """How well a token is predicted that has so much text before it."""
-    looks = variant_looks(c.evaluated)
-    series = []
-    for variant in c.evaluated:
-        records = c.records(variant, factor, c.own_routing(variant) or "native")
-        buckets: dict[tuple[float, float], dict[int, float]] = {}
-        for record in records:
-            for start, end, loss, tokens in record.buckets:
-                if tokens:
-                    seeds = buckets.setdefault((start, end), {})
-                    seeds[record.cell.seed] = _exp(loss)
-        points = [
-            point((start + end) / 2, Estimate(values), perplexity)
-            for (start, end), values in sorted(buckets.items())
-        ]
-        look = looks[variant]
-        series.append(Series(key=variant, label=look.label, look=look, points=tuple(points)))
+
+    def curve(variant: str) -> Iterable[Point]:
+        spans: dict[float, dict[int, float]] = {}
+        for record in c.records(variant, factor, c.own_routing(variant) or "native"):
+            losses = {(row[0] + row[1]) / 2: row[2] for row in record.buckets if row[3]}
+            for middle, figure in _perplexities(losses).items():
+                spans.setdefault(middle, {})[record.cell.seed] = figure
+        return [point(middle, Estimate(spans[middle]), perplexity) for middle in sorted(spans)]
+
+    series = variant_series(c, c.evaluated, curve)
     marks = (Mark(c.train_length, "training length"),) if c.train_length and factor > 1 else ()
     beyond = ": what lies right of the mark was never seen in training" if marks else ""
     return Chart(
@@ -130,30 +117,28 @@ def perplexity_by_position(c: Comparison, factor: float) -> Chart:
         y_label="perplexity",
         y_log=True,
         marks=marks,
-        series=tuple(s for s in series if s.points),
+        series=tuple(series),
     )
 
 
 def retrieval(c: Comparison, task: str, length: int) -> Chart:
     """Accuracy against the distance to what is asked for."""
     records = [r for r in c.retrievals if (r.task, r.length) == (task, length)]
-    looks = variant_looks({record.cell.variant for record in records})
+    asked = {record.cell.variant for record in records}
+    styles = {"native": ("", None), "soft": ("", None), "top1": ("top-1", DASHED)}
     series = []
-    for variant, look in looks.items():
-        routings = sorted({r.routing for r in records if r.cell.variant == variant})
-        for routing in routings:
+    for variant in (name for name in c.looks if name in asked):
+        for routing in sorted({r.routing for r in records if r.cell.variant == variant}):
+            note, dash = styles.get(routing, (routing, DOTTED))
             mine = [r for r in records if (r.cell.variant, r.routing) == (variant, routing)]
-            points = tuple(_accuracies(mine))
-            line = Series(key=variant, label=look.label, look=look, points=points)
-            hard = {"top1": ("top-1", DASHED), "sparse": ("sparse", DOTTED)}.get(routing)
-            series.append(noted(line, *hard) if hard else line)
+            found, look = tuple(_accuracies(mine)), c.looks[variant]
+            series.append(Series(key=variant, look=look, points=found, note=note, dash=dash))
     reaches: dict[str, float] = {}
     for record in records:
         reaches |= record.reaches
     farthest = max((row[1] - 1 for r in records for row in r.by_distance), default=0.0)
     nearest = min((row[0] for r in records for row in r.by_distance), default=0.0)
     factor = factor_of(records[0]) if records else 1
-    chance = statistics.fmean(record.chance for record in records) if records else 0.0
     return Chart(
         name=f"retrieval_{task}_{length}",
         title=f"{task.capitalize()}: found at what distance, {times(factor)} length",
@@ -168,8 +153,8 @@ def retrieval(c: Comparison, task: str, length: int) -> Chart:
             for name, reach in sorted(reaches.items(), key=lambda item: item[1])
             if nearest <= reach <= farthest
         ),
-        line_at=chance,
-        series=tuple(s for s in series if s.points),
+        line_at=statistics.fmean(record.chance for record in records) if records else 0.0,
+        series=tuple(series),
     )
 
 
@@ -193,28 +178,34 @@ def axis_chart(
     value: Callable[[EvaluationRecord], float | None],
     routing: str | None,
     text: Callable[[float], str],
-    *,
-    y_log: bool = False,
 ) -> Chart:
-    """A figure against a grid's axis: one line a variant and length."""
-    points = c.axes[key]
+    """A figure against a grid's axis: one line per variant and length."""
+    stops = c.axes[key]
     numeric = all(
-        isinstance(p.value, (int, float)) and not isinstance(p.value, bool) for p in points
+        isinstance(p.value, (int, float)) and not isinstance(p.value, bool) for p in stops
     )
-    places = [float(p.value) if numeric else float(i) for i, p in enumerate(points)]
-    lines: list[Series] = []
-    looks = variant_looks({variant for stop in points for variant in stop.cells})
-    lengths = _ends(c.factors)
-    for variant, look in looks.items():
-        for factor, dash in zip(lengths, ("", DASHED), strict=False):
-            found = []
-            for x, stop in zip(places, points, strict=True):
-                cells = stop.cells.get(variant, [])
-                estimate = c.along_axis(cells, factor, routing, value)
-                if estimate is not None:
-                    found.append(point(x, estimate, text))
-            line = Series(key=variant, label=look.label, look=look, points=tuple(found))
-            lines.append(noted(line, times(factor), dash))
+    places = {float(p.value) if numeric else float(i): p for i, p in enumerate(stops)}
+    found = {variant for stop in stops for variant in stop.cells}
+    # The training length and the longest.
+    lengths = list(dict.fromkeys([*c.factors[:1], *c.factors[-1:]]))
+    lines = [
+        Series(
+            key=variant,
+            look=c.looks[variant],
+            note=times(factor),
+            dash=dash,
+            points=points(
+                places,
+                lambda x, v=variant, f=factor: c.along_axis(
+                    places[x].cells.get(v, []), f, routing, value
+                ),
+                text,
+            ),
+        )
+        for variant in c.looks
+        if variant in found
+        for factor, dash in zip(lengths, ("", DASHED), strict=False)
+    ]
     spaced = numeric and min(places, default=0) > 0 and max(places) / min(places) >= 8
     last = f", dashed at {times(lengths[-1])}" if len(lengths) > 1 else ""
     return Chart(
@@ -224,68 +215,69 @@ def axis_chart(
         x_label=key,
         y_label=y_label,
         x_log=bool(spaced),
-        y_log=y_log,
-        y_zero=not y_log,
-        x_ticks=tuple(zip(places, (setting(p.value) for p in points), strict=True)),
-        series=tuple(line for line in lines if line.points),
+        y_log=name == "perplexity",
+        y_zero=name != "perplexity",
+        x_ticks=tuple((x, setting(stop.value)) for x, stop in places.items()),
+        series=tuple(lines),
     )
 
 
 def axis_charts(c: Comparison, key: str) -> list[Chart]:
     """Perplexity, discarded mass and density against a grid's axis."""
-    charts = [
-        axis_chart(c, key, "perplexity", "perplexity", perplexity_of, None, perplexity, y_log=True)
-    ]
+    charts = [axis_chart(c, key, "perplexity", "perplexity", perplexity_of, None, perplexity)]
     for name, y_label, value in (
         ("discarded_mass", "discarded mass", mean_mass),
-        ("density", "support density ρ", _density),
+        ("density", "support density ρ", lambda record: record.density),
     ):
         # An evaluation may have measured it under one of the two only.
-        found = [
+        found = (
             axis_chart(c, key, name, y_label, value, routing, share)
             for routing in ("sparse", "top1")
-        ]
-        charts += [chart for chart in found if not chart.empty][:1]
-    return [chart for chart in charts if not chart.empty]
-
-
-def _density(record: EvaluationRecord) -> float:
-    return record.density
-
-
-def speedup_chart(records: Iterable[AttentionBenchmark], mode: str) -> Chart:
-    """Speed-up over dense SDPA against length, one line a shape, beside 1/rho."""
-    rows = [record for record in records if record.mode == mode and record.speedup is not None]
-    shapes = list(dict.fromkeys(record.shape for record in rows))
-    looks = sequence_looks(shapes)
-    series = [
-        Series(
-            key=f"shape-{shape}",
-            label=shape,
-            look=looks[shape],
-            points=tuple(
-                Point(r.length, r.speedup or 1.0, times(r.speedup or 1.0))
-                for r in sorted((r for r in rows if r.shape == shape), key=lambda r: r.length)
-            ),
         )
-        for shape in shapes
-    ]
+        charts.append(next((chart for chart in found if not chart.empty), charts[0]))
+    return [chart for chart in dict.fromkeys(charts) if not chart.empty]
+
+
+def speedup_charts(records: Iterable[AttentionBenchmark]) -> list[Chart]:
+    """Speed-up over dense SDPA against length, one chart per mode that has one."""
+    timed = [record for record in records if record.speedup is not None]
+    modes = dict.fromkeys(record.mode for record in timed)
+    return [_speedup_chart([r for r in timed if r.mode == mode], mode) for mode in modes]
+
+
+def _speedup_chart(rows: Sequence[AttentionBenchmark], mode: str) -> Chart:
+    """One line per shape with its break-even point, beside 1/rho."""
+    series = []
+    for line in _speedup_lines(rows, lambda record: record.shape, "shape"):
+        even = break_even([p.x for p in line.points], [p.y for p in line.points])
+        if even is None:
+            remark = "slower at the end"
+        elif even == line.points[0].x:
+            remark = f"faster from {even:.0f} or less"
+        else:
+            remark = f"faster from {even:.0f}"
+            ring = Look(line.label, line.look.light, line.look.dark, "ring")
+            at = (Point(even, 1.0, f"from {even:.0f}"),)
+            series.append(
+                Series(key=line.key, look=ring, points=at, note="break-even", in_legend=False)
+            )
+        label = f"{line.label}: {remark}"
+        look = Look(label, line.look.light, line.look.dark, line.look.marker)
+        series.append(Series(key=line.key, look=look, points=line.points))
     ideal = {record.length: 1 / record.density for record in rows if record.density}
     if mode.startswith("sparse"):
         look = Look("1/ρ, all that sparsity promises", "#6b7280", "#9aa3b2", "cross", DASHED)
-        points = tuple(Point(n, ideal[n], times(ideal[n])) for n in sorted(ideal))
-        series.append(Series(key="ideal", label=look.label, look=look, points=points))
+        promised = tuple(Point(n, ideal[n], times(ideal[n])) for n in sorted(ideal))
+        series.append(Series(key="ideal", look=look, points=promised))
+    labels = "" if rows[0].labels == "none" else f", labels: {rows[0].labels}"
     return Chart(
         name=f"speedup_{mode}",
-        title=f"Speed-up over dense SDPA: {mode}",
-        caption="Shapes are query heads × key/value heads × head dimension.",
+        title=f"Speed-up over dense SDPA: {mode}{labels}",
+        caption="Shapes are query heads × key/value heads × head dimension; a ring is where ours "
+        "starts to be faster.",
         x_label="length",
-        y_label="times as fast",
-        x_log=True,
-        y_log=True,
-        unit="×",
-        x_ticks=tuple((n, f"{n:,}") for n in sorted(ideal)),
-        line_at=1.0,
+        **_SPEEDUP,
+        x_ticks=tuple((n, f"{n:,}") for n in sorted({record.length for record in rows})),
         series=tuple(series),
     )
 
@@ -293,32 +285,40 @@ def speedup_chart(records: Iterable[AttentionBenchmark], mode: str) -> Chart:
 def decode_chart(records: Iterable[DecodeBenchmark]) -> Chart:
     """Speed-up of one step of decoding against the length of its context."""
     rows = [record for record in records if record.speedup is not None]
-    names = list(dict.fromkeys(f"{record.shape}, {record.labels}" for record in rows))
-    looks = sequence_looks(names)
-    series = []
-    for name in names:
-        mine = [record for record in rows if f"{record.shape}, {record.labels}" == name]
-        points = tuple(
-            Point(r.length, r.speedup or 1.0, times(r.speedup or 1.0))
-            for r in sorted(mine, key=lambda record: record.length)
-        )
-        key = f"decode-{name}"
-        series.append(Series(key=key, label=name, look=looks[name], points=points))
     return Chart(
         name="decode_speedup",
         title="Speed-up over dense SDPA: one step of decoding",
         caption="With the regime cache, against the length of the context.",
         x_label="context",
-        y_label="times as fast",
-        x_log=True,
-        y_log=True,
-        unit="×",
+        **_SPEEDUP,
         x_ticks=tuple((n, f"{n:,}") for n in sorted({record.length for record in rows})),
-        line_at=1.0,
-        series=tuple(series),
+        series=tuple(_speedup_lines(rows, lambda r: f"{r.shape}, {r.labels}", "decode")),
     )
 
 
-def _ends(factors: list[float]) -> list[float]:
-    """The training length and the longest."""
-    return list(dict.fromkeys([factors[0], factors[-1]])) if factors else []
+_SPEEDUP = {"y_label": "times as fast", "x_log": True, "y_log": True, "unit": "×", "line_at": 1.0}
+
+
+def _speedup_lines(
+    rows: Sequence[AttentionBenchmark | DecodeBenchmark],
+    name_of: Callable[..., str],
+    prefix: str,
+) -> Iterable[Series]:
+    looks = sequence_looks(dict.fromkeys(map(name_of, rows)))
+    for name, look in looks.items():
+        mine = sorted((r for r in rows if name_of(r) == name), key=lambda record: record.length)
+        found = tuple(Point(r.length, r.speedup or 1.0, times(r.speedup or 1.0)) for r in mine)
+        yield Series(key=f"{prefix}-{name}", look=look, points=found)
+
+
+def break_even(lengths: Sequence[float], speedups: Sequence[float]) -> float | None:
+    """The length from which the speed-up stays above 1, on straight lines between measurements in
+    logarithms; the first length where it always is, None where it ends below."""
+    if speedups[-1] < 1:
+        return None
+    logs = list(zip(map(math.log, lengths), map(math.log, speedups), strict=True))
+    crossings = [(a, b) for a, b in pairwise(logs) if a[1] < 0 <= b[1]]
+    if not crossings:
+        return float(lengths[0])
+    (x, y), (next_x, next_y) = crossings[-1]
+    return math.exp(x - y * (next_x - x) / (next_y - y))

@@ -1,14 +1,10 @@
-"""The decoder with its routers as a drawing: boxes and arrows, placed once, drawn as SVG for the
-page and by matplotlib for papers."""
+"""The decoder with its routers as a drawing: boxes and arrows, placed; `drawing` draws them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
-
-from mosar.report.elements import Markup, tag
 
 Kind = Literal["plain", "norm", "router", "attention", "sum"]
 WIDTH, HEIGHT = 560.0, 792.0
@@ -36,8 +32,11 @@ class Arrow:
     kind: Literal["plain", "router"] = "plain"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Diagram:
+    name: str
+    title: str
+    caption: str
     nodes: tuple[Node, ...]
     arrows: tuple[Arrow, ...]
     frame: tuple[float, float, float, float]
@@ -104,30 +103,16 @@ def decoder_diagram(model: dict[str, Any], regimes: list[str]) -> Diagram:
         Arrow(((middle, 205), (60, 205), (60, 54), (middle - 10, 54))),
     ]
     return Diagram(
+        name="architecture",
+        title="The decoder and its routers",
+        caption="Two small routers read the rotated queries and keys of a layer and choose how far "
+        "each token looks; values bypass them. What is outside of the coloured boxes and RoPE is "
+        "the same in all variants.",
         nodes=nodes,
         arrows=tuple(arrows),
         frame=(30, 38, 508, 660),
         repeat=sized("× {} layers", "num_layers"),
     )
-
-
-def diagram_svg(diagram: Diagram, label: str) -> Markup:
-    """The drawing as SVG; its colours come from the style sheet."""
-    x, y, width, height = diagram.frame
-    parts = [
-        tag("rect", class_="frame", x=x, y=y, width=width, height=height, rx=14),
-        tag("text", diagram.repeat, class_="repeat", x=x + width - 12, y=y + 22),
-    ]
-    for arrow in diagram.arrows:
-        parts.append(tag("path", class_=f"arrow {arrow.kind}", d=_path(arrow.points)))
-        parts.append(tag("path", class_=f"head {arrow.kind}", d=_path(arrow_head(arrow)) + "Z"))
-    parts += [_node_svg(node) for node in diagram.nodes]
-    size = f"0 0 {WIDTH:g} {HEIGHT:g}"
-    return tag("svg", *parts, class_="diagram", viewBox=size, role="img", aria_label=label)
-
-
-def _path(points: Iterable[tuple[float, float]]) -> str:
-    return "M" + "L".join(f"{x:g} {y:g}" for x, y in points)
 
 
 def arrow_head(arrow: Arrow) -> list[tuple[float, float]]:
@@ -140,15 +125,3 @@ def arrow_head(arrow: Arrow) -> list[tuple[float, float]]:
         (bx - back * dx - side * dy, by - back * dy + side * dx),
         (bx - back * dx + side * dy, by - back * dy - side * dx),
     ]
-
-
-def _node_svg(node: Node) -> Markup:
-    if node.kind == "sum":
-        parts = [tag("circle", cx=node.x, cy=node.y, r=node.width / 2)]
-    else:
-        left, top = node.x - node.width / 2, node.y - node.height / 2
-        parts = [tag("rect", x=left, y=top, width=node.width, height=node.height, rx=7)]
-    parts.append(tag("text", node.text, x=node.x, y=node.y + (-2 if node.small else 4.5)))
-    if node.small:
-        parts.append(tag("text", node.small, class_="small", x=node.x, y=node.y + 13))
-    return tag("g", *parts, class_=f"node {node.kind}")

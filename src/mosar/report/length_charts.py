@@ -6,24 +6,24 @@ Each is empty where there is nothing to draw.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
-from mosar.report.charts import Chart, Point, Series
+from mosar.report.charts import DASHED, DOTTED, Chart, Point, Series, cap_of, points
 from mosar.report.comparison import BASELINE, Comparison, Estimate, Setting
 from mosar.report.formats import percent, perplexity, share, times
-from mosar.report.palette import variant_looks
 from mosar.report.paper import paper_delta, paper_length, paper_routing
-from mosar.report.series import DASHED, DOTTED, cap_of, noted, point
-from mosar.report.verdicts import reach_estimate
+from mosar.report.verdicts import exact_density, reach_estimate
 
 PAPER = "paper"
 # Differences up to so many percent always fit: most of them are below zero.
 LEAST_CAP = 5.0
+Text = Callable[[float], str]
 
 
 def perplexity_by_length(c: Comparison) -> Chart:
     series = [
-        _over_lengths(c, variant, lambda f, v=variant: c.estimate(Setting(v, f)), perplexity)
-        for variant in c.evaluated
+        _over_lengths(c, v, lambda f, v=v: c.estimate(Setting(v, f)), perplexity)
+        for v in c.evaluated
     ]
     return _by_length(
         c,
@@ -42,11 +42,9 @@ def delta_by_length(c: Comparison) -> Chart:
     """Against the baseline, with the paper's own."""
     series = []
     for variant in c.evaluated:
-        if variant == BASELINE:
-            continue
         ours = _over_lengths(c, variant, lambda f, v=variant: c.delta(v, f), percent)
-        if ours.points:
-            series += [ours, _paper_series(c, variant, lambda f, v=variant: paper_delta(v, f))]
+        if variant != BASELINE and ours.points:
+            series += [ours, _papers(ours, c, lambda f, v=variant: paper_delta(v, f), percent)]
     # The paper's p-RoPE, at +95 %, would press all the others together.
     cap = cap_of(line for line in series if line.note != PAPER)
     return _by_length(
@@ -65,20 +63,10 @@ def delta_by_length(c: Comparison) -> Chart:
 
 def gap_by_length(c: Comparison) -> Chart:
     """What becomes of perplexity when soft routing is made discrete."""
-    series = []
-    for variant in c.routed:
-        for routing, dash in (("top1", ""), ("sparse", DASHED)):
-            ours = _over_lengths(
-                c,
-                variant,
-                lambda f, v=variant, r=routing: c.relative(Setting(v, f, r), Setting(v, f, "soft")),
-                percent,
-            )
-            series.append(noted(ours, "top-1" if routing == "top1" else "sparse", dash))
-        if series[-1].points or series[-2].points:
-            series.append(
-                _paper_series(c, variant, lambda f, v=variant: paper_routing(v, f).get("gap_pct"))
-            )
+
+    def against_soft(variant: str, factor: float, routing: str) -> Estimate | None:
+        return c.relative(Setting(variant, factor, routing), Setting(variant, factor, "soft"))
+
     return _by_length(
         c,
         name="gap_by_length",
@@ -88,22 +76,12 @@ def gap_by_length(c: Comparison) -> Chart:
         y_label="perplexity against soft routing",
         unit=" %",
         line_at=0.0,
-        series=series,
+        series=_two_ways(c, against_soft, (("top1", "top-1"), ("sparse",) * 2), "gap_pct", percent),
     )
 
 
 def density_by_length(c: Comparison) -> Chart:
-    series = []
-    for variant in c.evaluated:
-        routing = next((r for r in ("sparse", "top1") if r in c.routings(variant)), None)
-        line = _over_lengths(
-            c,
-            variant,
-            lambda f, v=variant, r=routing: c.estimate(Setting(v, f, r), lambda r: r.density),
-            share,
-        )
-        if any(point.y < 1 for point in line.points):
-            series.append(line)
+    series = [_over_lengths(c, v, lambda f, v=v: _density(c, v, f), share) for v in c.evaluated]
     return _by_length(
         c,
         name="density_by_length",
@@ -112,27 +90,20 @@ def density_by_length(c: Comparison) -> Chart:
         "layers. Geometries that evaluate every pair have 1 and are not drawn.",
         y_label="support density ρ",
         y_zero=True,
-        series=series,
+        series=[line for line in series if any(point.y < 1 for point in line.points)],
     )
 
 
+def _density(c: Comparison, variant: str, factor: float) -> Estimate | None:
+    if {"sparse", "top1"} & set(c.routings(variant)):
+        return exact_density(c, variant, factor)
+    return c.estimate(Setting(variant, factor), lambda record: record.density)
+
+
 def reach_by_length(c: Comparison) -> Chart:
-    series = []
-    for variant in c.routed:
-        for top1, note, dash in ((False, "soft", ""), (True, "top-1", DASHED)):
-            line = _over_lengths(
-                c,
-                variant,
-                lambda f, v=variant, hard=top1: reach_estimate(c, v, f, top1=hard),
-                share,
-            )
-            series.append(noted(line, note, dash))
-        if series[-1].points or series[-2].points:
-            series.append(
-                _paper_series(
-                    c, variant, lambda f, v=variant: paper_routing(v, f).get("top1_reach"), share
-                )
-            )
+    def reach(variant: str, factor: float, routing: str) -> Estimate | None:
+        return reach_estimate(c, variant, factor, top1=routing == "top1")
+
     return _by_length(
         c,
         name="reach_by_length",
@@ -142,8 +113,31 @@ def reach_by_length(c: Comparison) -> Chart:
         "density: a band of reach n/16 covers about twice that share of the causal pairs.",
         y_label="normalized reach",
         y_zero=True,
-        series=series,
+        series=_two_ways(c, reach, (("soft",) * 2, ("top1", "top-1")), "top1_reach", share),
     )
+
+
+def _two_ways(
+    c: Comparison,
+    estimate: Callable[[str, float, str], Estimate | None],
+    routings: tuple[tuple[str, str], tuple[str, str]],
+    theirs: str,
+    text: Text,
+) -> list[Series]:
+    """Of each routed variant: under two routings, solid and dashed, and in the paper."""
+    series = []
+    for variant in c.routed:
+        ours = [
+            _over_lengths(
+                c, variant, lambda f, v=variant, r=routing: estimate(v, f, r), text
+            ).noted(note, dash)
+            for (routing, note), dash in zip(routings, ("", DASHED), strict=True)
+        ]
+        series += ours
+        if any(line.points for line in ours):
+            said = lambda f, v=variant: paper_routing(v, f).get(theirs)  # noqa: E731
+            series.append(_papers(ours[0], c, said, text))
+    return series
 
 
 def _by_length(c: Comparison, *, series: list[Series], **fields) -> Chart:
@@ -155,34 +149,26 @@ def _by_length(c: Comparison, *, series: list[Series], **fields) -> Chart:
         x_label="length: times the training length · tokens",
         x_log=True,
         x_ticks=tuple(names),
-        series=tuple(line for line in series if line.points),
+        series=tuple(series),
         **fields,
     )
 
 
 def _over_lengths(
-    c: Comparison,
-    variant: str,
-    estimate: Callable[[float], Estimate | None],
-    text: Callable[[float], str],
+    c: Comparison, variant: str, estimate: Callable[[float], Estimate | None], text: Text
 ) -> Series:
-    look = variant_looks(c.evaluated)[variant]
-    found = [(factor, estimate(factor)) for factor in c.factors]
-    points = tuple(point(f, value, text) for f, value in found if value is not None)
-    return Series(key=variant, label=look.label, look=look, points=points)
+    found = points(c.factors, estimate, text)
+    return Series(key=variant, look=c.looks[variant], points=found)
 
 
-def _paper_series(
-    c: Comparison,
-    variant: str,
-    value: Callable[[float], float | None],
-    text: Callable[[float], str] = percent,
+def _papers(
+    ours: Series, c: Comparison, value: Callable[[float], float | None], text: Text
 ) -> Series:
-    look = variant_looks(c.evaluated)[variant]
-    found = [(factor, value(factor)) for factor in c.factors]
-    points = tuple(
+    """The paper's own line beside ours."""
+    figures = ((factor, value(factor)) for factor in c.factors)
+    found = tuple(
         Point(factor, figure, f"{text(figure)} at {paper_length(factor)}")
-        for factor, figure in found
+        for factor, figure in figures
         if figure is not None
     )
-    return Series(key=variant, label=look.label, look=look, points=points, note=PAPER, dash=DOTTED)
+    return replace(ours, points=found, note=PAPER, dash=DOTTED, faint=True)

@@ -31,97 +31,55 @@
     }));
   }
 
-  // Charts: domains and ticks as charts.py has them.
-  const nice = (rough) => {
-    const power = 10 ** Math.floor(Math.log10(rough));
-    return [1, 2, 2.5, 5, 10].map((m) => m * power).find((step) => step >= rough * (1 - 1e-9));
-  };
-  function ticks(low, high, log) {
-    if (log && high / low >= 6) {
-      let found = [];
-      for (const steps of [[1, 2, 5], [1, 3], [1]]) {
-        found = [];
-        for (let d = Math.floor(Math.log10(low)); d <= Math.ceil(Math.log10(high)); d++)
-          found.push(...steps.map((s) => s * 10 ** d).filter((v) => v >= low && v <= high));
-        if (found.length <= 7) break;
-      }
-      if (found.length >= 3) return found;
-    }
-    const step = nice((high - low) / 5), found = [];
-    for (let i = Math.ceil(low / step - 1e-9); i <= Math.floor(high / step + 1e-9); i++) found.push(i * step);
-    return found;
-  }
-  function tickLabel(value, values, unit) {
-    const gaps = values.slice(1).map((v, i) => v - values[i]);
-    const step = gaps.length ? Math.min(...gaps) : Math.abs(value) || 1;
-    let decimals = 0;
-    while (decimals < 9 && Math.abs(+step.toFixed(decimals) - step) > step * 0.01) decimals++;
-    let text = Math.abs(value).toFixed(decimals);
-    if (Math.abs(value) >= 1e5) text = Math.abs(value).toExponential(0).replace("e+", "e");
-    return (value < 0 && Number(text) ? "\u2212" : "") + text + unit;
-  }
-  function domain(svg, series) {
-    if (svg.dataset.domain) return numbers(svg.dataset.domain);
-    const log = svg.dataset.scale === "log";
-    let values = series.flatMap((s) => [s.dataset.v, s.dataset.lo, s.dataset.hi].flatMap(numbers));
-    if (svg.dataset.cap && series.length > 1) {
-      const low = values.filter((v) => v <= Number(svg.dataset.cap));
-      if (low.length) values = low;
-    }
-    if (log) values = values.filter((v) => v > 0);
-    else if (svg.dataset.line) values.push(Number(svg.dataset.line));
-    if (!values.length) return log ? [1, 10] : [0, 1];
-    let low = Math.min(...values), high = Math.max(...values);
-    if (log) {
-      const air = Math.max((Math.log(high) - Math.log(low)) * 0.06, 0.01);
-      return [Math.exp(Math.log(low) - air), Math.exp(Math.log(high) + air)];
-    }
-    if (svg.dataset.zero) low = Math.min(low, 0);
-    const air = (high - low || Math.abs(high) * 0.1 || 1) * 0.06;
-    return [svg.dataset.zero && low === 0 ? low : low - air, high + air];
-  }
-  function drawn(svg, name, attributes) {
-    const made = document.createElementNS(svg.namespaceURI, name);
-    for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
-    return made;
-  }
-  const visible = (svg) => all(".series:not(.off)", svg);
+  // Charts: what moves with the scale carries its places in the picture as Python drew it.
+  const visible = (svg) => all(".moves:not(.off)", svg);
+  const path = (xs, ys) => "M" + xs.map((x, i) => `${x} ${ys[i].toFixed(1)}`).join("L");
   function rescale(svg) {
-    const shown = visible(svg);
-    if (!shown.length) return;
-    const [left, top, width, height] = numbers(svg.dataset.box);
-    const [low, high] = domain(svg, shown), log = svg.dataset.scale === "log";
-    const f = log ? Math.log : (v) => v;
-    const y = (v) => top + (1 - (f(v) - f(low)) / (f(high) - f(low))) * height;
-    const path = (xs, ys) => "M" + xs.map((x, i) => `${x.toFixed(1)} ${ys[i].toFixed(1)}`).join("L");
-    for (const series of shown) {
-      const xs = numbers(series.dataset.px), ys = numbers(series.dataset.v).map(y);
-      series.querySelector(".line").setAttribute("d", path(xs, ys));
-      const band = series.querySelector(".band");
-      if (band) {
-        const up = numbers(series.dataset.hi).map(y), down = numbers(series.dataset.lo).map(y).reverse();
-        band.setAttribute("d", path([...xs, ...[...xs].reverse()], [...up, ...down]) + "Z");
-      }
-      all(".dot", series).forEach((dot, i) => dot.setAttribute("transform", `translate(${xs[i].toFixed(1)} ${ys[i].toFixed(1)})`));
+    const lines = visible(svg), { cap, base } = svg.dataset, [, top, , height] = numbers(svg.dataset.box);
+    if (!svg.dataset.ticks || !lines.some((line) => line.matches(".series"))) return;
+    let ys = lines.flatMap((line) => numbers(line.dataset.y));
+    const inside = ys.filter((y) => y >= Number(cap));
+    if (cap && inside.length && lines.filter((line) => line.matches(".series")).length > 1) ys = inside;
+    if (base) ys.push(Number(base));
+    let high = Math.min(...ys), low = Math.max(...ys);
+    const air = (low - high || height / 10) * 0.06;
+    high -= air;
+    if (low !== Number(base)) low += air;
+    const whole = !all(".off", svg).length;
+    const move = (y) => (whole ? y : top + ((y - high) / (low - high)) * height);
+    for (const line of lines) {
+      const xs = numbers(line.dataset.x), moved = numbers(line.dataset.y).map(move);
+      line.querySelector(":scope > path")?.setAttribute("d", path(xs, moved));
+      const dot = line.querySelector("use");
+      dot?.parentNode.replaceChildren(...xs.map((x, i) => {
+        const made = dot.cloneNode();
+        made.setAttribute("x", x);
+        made.setAttribute("y", moved[i].toFixed(1));
+        return made;
+      }));
     }
-    const values = ticks(low, high, log);
-    svg.querySelector(".yaxis").replaceChildren(...values.flatMap((v) => {
-      const at = y(v).toFixed(1), label = drawn(svg, "text", { x: left - 7, y: (y(v) + 4).toFixed(1) });
-      label.textContent = tickLabel(v, values, svg.dataset.unit ?? "");
-      return [drawn(svg, "line", { x1: left, x2: left + width, y1: at, y2: at }), label];
+    // The first level with four ticks in view, as in drawing.py.
+    const shown = (level) => level.filter(([y]) => move(y) >= top - 0.1 && move(y) <= top + height + 0.1);
+    const levels = JSON.parse(svg.dataset.ticks).map(shown);
+    const level = levels.find((ticks) => ticks.length >= 4) ?? levels.at(-1);
+    const old = all(".tick", svg), start = Number(old[0].querySelector("path").getAttribute("d").split(" ")[2]);
+    old[0].parentNode.prepend(...level.map(([y, label]) => {
+      const made = old[0].cloneNode(true);
+      made.setAttribute("transform", `translate(0 ${(move(y) - start).toFixed(1)})`);
+      made.querySelector("text").textContent = label;
+      return made;
     }));
-    const level = svg.querySelector(".level");
-    if (level) for (const end of ["y1", "y2"]) level.setAttribute(end, y(Number(svg.dataset.line)).toFixed(1));
+    old.forEach((tick) => tick.remove());
   }
 
   // The legend switches a series off in every chart.
-  const charts = all(".plot > svg[data-box]"), chips = all(".chip"), hidden = new Set();
+  const charts = all("svg[data-box]"), chips = all(".chip"), hidden = new Set();
   const showAll = document.getElementById("all");
   function apply() {
     for (const chip of chips) chip.setAttribute("aria-pressed", String(!hidden.has(chip.dataset.key)));
     for (const svg of charts) {
-      for (const series of all(".series", svg))
-        series.classList.toggle("off", hidden.has(series.dataset.key) || hidden.has("note:" + series.dataset.note));
+      for (const part of all(".moves[data-key]", svg))
+        part.classList.toggle("off", hidden.has(part.dataset.key) || hidden.has("note:" + part.dataset.note));
       rescale(svg);
     }
     showAll.hidden = !hidden.size;
@@ -147,12 +105,12 @@
   }
   function read(svg, stop, x, y) {
     const [place, label] = stop, rows = [];
-    for (const series of visible(svg)) {
-      const at = numbers(series.dataset.px).findIndex((px) => Math.abs(px - place) < 0.6);
-      if (at >= 0) rows.push([numbers(series.dataset.v)[at], series, series.dataset.t.split("|")[at]]);
+    for (const series of visible(svg).filter((part) => part.matches(".series"))) {
+      const at = numbers(series.dataset.x).findIndex((px) => Math.abs(px - place) < 0.2);
+      if (at >= 0) rows.push([numbers(series.dataset.y)[at], series, series.dataset.t.split("|")[at]]);
     }
     if (!rows.length) return;
-    rows.sort((a, b) => b[0] - a[0]);
+    rows.sort((a, b) => a[0] - b[0]);
     const table = element("table");
     for (const [, series, text] of rows) {
       const row = table.insertRow(), name = row.insertCell(), dot = element("i");
@@ -161,16 +119,19 @@
       row.insertCell().textContent = text;
     }
     tip.replaceChildren(element("b", `${svg.dataset.xlabel.split(":")[0]} ${label}`), table);
-    const cursor = svg.querySelector(".cursor");
-    cursor.setAttribute("x1", place);
-    cursor.setAttribute("x2", place);
-    cursor.setAttribute("visibility", "visible");
+    svg.lastElementChild.setAttribute("d", cursor(svg, place));
     showTip(x, y);
   }
+  function cursor(svg, x) {
+    const [, top, , height] = numbers(svg.dataset.box);
+    return `M${x} ${top}v${height}`;
+  }
   for (const svg of charts) {
-    const stops = JSON.parse(svg.dataset.stops), plot = svg.parentElement, cursor = svg.querySelector(".cursor");
+    const stops = JSON.parse(svg.dataset.stops), plot = svg.parentElement;
     let at = -1;
-    const leave = () => { tip.hidden = true; cursor.setAttribute("visibility", "hidden"); at = -1; };
+    svg.append(document.createElementNS(svg.namespaceURI, "path"));
+    svg.lastElementChild.setAttribute("class", "cursor");
+    const leave = () => { tip.hidden = true; svg.lastElementChild.removeAttribute("d"); at = -1; };
     plot.addEventListener("pointermove", (event) => {
       const box = svg.getBoundingClientRect(), x = ((event.clientX - box.left) / box.width) * svg.viewBox.baseVal.width;
       at = stops.reduce((best, stop, i) => (Math.abs(stop[0] - x) < Math.abs(stops[best][0] - x) ? i : best), 0);

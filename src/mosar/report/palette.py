@@ -7,7 +7,10 @@ for white and one for dark ground, and variants differ in marker and dash too.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from colorsys import hls_to_rgb
 from dataclasses import dataclass
+
+from mosar.geometries import VARIANTS as GEOMETRY_VARIANTS
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,7 @@ class Look:
     """Lengths of dash and gap in units of the line, as SVG has them."""
 
 
+# Those of the paper, chosen by hand.
 VARIANTS = {
     "mosar": Look("MoSAR", "#d55e00", "#ff8a3d", "circle"),
     "mosar-cost": Look("MoSAR-Cost", "#c98a00", "#ffc24d", "diamond", "7 3"),
@@ -32,12 +36,31 @@ VARIANTS = {
     "alibi": Look("ALiBi", "#3552b5", "#8fa4ff", "plus"),
     "p-rope": Look("p-RoPE", "#c2609a", "#ee9ccb", "star", "9 3 2 3"),
 }
-# For variants that are not ours, in the order of their names.
-_OTHERS = (
-    ("#7a5230", "#c99b6f", "circle", "3 2"),
-    ("#7b4fd6", "#b79bff", "square", "3 2"),
-    ("#6f7d00", "#c3d142", "up", "3 2"),
-    ("#a3242b", "#ff7b80", "down", "3 2"),
+# Of other variants the marker tells what their attention depends on, hue and dash which one it is.
+_FAMILY_MARKERS = {"positions": "square", "distance": "plus", "window": "up", "routing": "circle"}
+_DASHES = ("3 2", "1 2", "8 2", "5 2 1 2", "3 2 1 2 1 2")
+_GOLDEN = 0.618034
+# The light shades of the page; in the page each is the variable of its style sheet.
+SURFACE, RAISED, INK = "#ffffff", "#f4f5f6", "#1b212d"
+MUTED, GRID, EDGE = "#5b6473", "#e2e5e9", "#c9ced6"
+THEME = {
+    SURFACE: "var(--surface)",
+    RAISED: "var(--raised)",
+    INK: "var(--ink)",
+    MUTED: "var(--muted)",
+    GRID: "var(--line)",
+    EDGE: "var(--strong)",
+}
+NEUTRAL = Look("", INK, "#e7eaf0")
+ROUTER, ATTENTION = Look("router", "#d55e00", "#ff8a3d"), Look("attention", "#3f7fbf", "#86b4e0")
+TINTS = {
+    "router": Look("router", "#fdeadd", "#3b2718"),
+    "attention": Look("attention", "#e4eef9", "#1c2d40"),
+}
+# The six pairs of three regimes, SS to GG; apart in hue and lightness.
+_PAIRS = (
+    *(("#e0457b", "#f4769f"), ("#f2913d", "#ffb877"), ("#b39d00", "#dcc835")),
+    *(("#2f9e6e", "#5fd0a0"), ("#2f86c9", "#74b8ee"), ("#5b3fa8", "#a48ff0")),
 )
 _REGIMES = (("#e0457b", "#f4769f"), ("#b39d00", "#dcc835"), ("#5b3fa8", "#a48ff0"))
 _SEQUENCE = (
@@ -56,20 +79,34 @@ def in_order(names: Iterable[str]) -> list[str]:
 
 
 def variant_looks(names: Iterable[str]) -> dict[str, Look]:
-    """The look of each variant; one that is not known gets the next free."""
-    looks, free = {}, 0
-    for name in in_order(names):
-        if name in VARIANTS:
-            looks[name] = VARIANTS[name]
-        else:
-            light, dark, marker, dash = _OTHERS[free % len(_OTHERS)]
-            looks[name], free = Look(name, light, dark, marker, dash), free + 1
-    return looks
+    """The look of each variant; those without one of their own get the next free hue."""
+    ordered = in_order(names)
+    others = [name for name in ordered if name not in VARIANTS]
+    return {
+        name: VARIANTS[name] if name in VARIANTS else _other_look(name, others.index(name))
+        for name in ordered
+    }
+
+
+def _other_look(name: str, place: int) -> Look:
+    hue = (0.08 + place * _GOLDEN) % 1
+    shades = [
+        "#" + "".join(f"{round(255 * part):02x}" for part in hls_to_rgb(hue, lightness, 0.55))
+        for lightness in (0.34, 0.72)
+    ]
+    known = GEOMETRY_VARIANTS.get(name)
+    marker = _FAMILY_MARKERS[known.geometry_class.family] if known else "diamond"
+    return Look(name, *shades, marker, _DASHES[place % len(_DASHES)])
 
 
 def regime_looks(names: Iterable[str]) -> dict[str, Look]:
     """From the shortest reach to the global one."""
     return _spread(list(names), _REGIMES)
+
+
+def pair_looks(labels: Iterable[str]) -> dict[str, Look]:
+    """Pairs of regimes by their place among the pairs and not by their reach; or anything else."""
+    return _spread(list(labels), _PAIRS)
 
 
 def sequence_looks(labels: Iterable[str]) -> dict[str, Look]:
@@ -88,11 +125,6 @@ def _spread(names: list[str], shades: tuple[tuple[str, str], ...]) -> dict[str, 
         )
         looks[name] = Look(name, light, dark, MARKERS[index % len(MARKERS)])
     return looks
-
-
-def lightened(colour: str) -> str:
-    """A shade for dark ground."""
-    return _mix(colour, "#ffffff", 0.35)
 
 
 def _mix(a: str, b: str, amount: float) -> str:

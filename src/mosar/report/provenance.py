@@ -9,7 +9,6 @@ from typing import Any
 from mosar.report.comparison import Comparison
 from mosar.report.experiment import Experiment
 from mosar.report.formats import MISSING, count, duration, number, setting
-from mosar.report.palette import variant_looks
 from mosar.report.tables import Column, Table, TableCell, figure_cell
 
 # Where a dataset lay says nothing elsewhere, and seeds have a column of their own.
@@ -51,7 +50,6 @@ def shared_settings_table(c: Comparison) -> Table:
 def differing_settings_table(c: Comparison) -> Table:
     """What tells the variants apart."""
     settings = _settings(c)
-    looks = variant_looks(settings)
     keys = dict.fromkeys(key for values in settings.values() for key in values)
     differing = [key for key in keys if len({v.get(key) for v in settings.values()}) > 1]
     return Table(
@@ -64,7 +62,7 @@ def differing_settings_table(c: Comparison) -> Table:
         ),
         rows=tuple(
             (
-                TableCell(looks[variant].label, looks[variant].label),
+                TableCell(c.looks[variant].label, c.looks[variant].label),
                 *(TableCell(values.get(key, MISSING)) for key in differing),
             )
             for variant, values in settings.items()
@@ -146,7 +144,6 @@ def _pairs(name: str, title: str, caption: str, rows: list[tuple[str, str]]) -> 
 def runs_table(c: Comparison) -> Table:
     """Every training run with its budget."""
     records = c.experiment.trainings
-    looks = variant_looks({record.cell.variant for record in records.values()})
     rows = []
     for record in records.values():
         last = record.valid_curve[-1][1] if record.valid_curve else None
@@ -154,7 +151,7 @@ def runs_table(c: Comparison) -> Table:
         rate = record.tokens / record.seconds if record.seconds else None
         rows.append(
             (
-                TableCell(looks[record.cell.variant].label + (f" ({axis})" if axis else "")),
+                TableCell(c.looks[record.cell.variant].label + (f" ({axis})" if axis else "")),
                 TableCell(str(record.cell.seed), record.cell.seed),
                 TableCell(count(record.parameters), record.parameters),
                 TableCell(f"{record.step:,}", record.step),

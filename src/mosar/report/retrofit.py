@@ -40,7 +40,7 @@ class RetrofittedRun:
 
 
 @dataclass(frozen=True)
-class Point:
+class FrontierPoint:
     """One way to read fewer pairs: how many, and what it costs."""
 
     name: str
@@ -81,15 +81,17 @@ def load_run(folder: Path) -> RetrofittedRun:
     )
 
 
-def frontier(runs: Sequence[RetrofittedRun], length: int) -> tuple[list[Point], list[Point]]:
+def frontier(
+    runs: Sequence[RetrofittedRun], length: int
+) -> tuple[list[FrontierPoint], list[FrontierPoint]]:
     """The learned points and those of fixed windows at one length, by density.
 
     Runs that were evaluated on another text than the first are left out.
     """
     records = [r for run in _of_one_text(runs) for r in run.records if r.length == length]
     dense = next((r for r in records if r.routing == "dense"), None)
-    learned: dict[str, Point] = {}
-    windows: dict[str, Point] = {}
+    learned: dict[str, FrontierPoint] = {}
+    windows: dict[str, FrontierPoint] = {}
     for record in records:
         if dense is None or record.routing not in ("sparse", "window"):
             continue
@@ -98,13 +100,13 @@ def frontier(runs: Sequence[RetrofittedRun], length: int) -> tuple[list[Point], 
             name, into = record.adapter, learned
         else:
             name, into = f"window {record.regimes['S']:g}", windows
-        into[name] = Point(name, record.density, gap)
+        into[name] = FrontierPoint(name, record.density, gap)
     names = {run.description["weights_sha256"]: run.name for run in runs}
-    points = [Point(names[p.name], p.density, p.gap) for p in learned.values()]
+    points = [FrontierPoint(names[p.name], p.density, p.gap) for p in learned.values()]
     return tuple(sorted(x, key=lambda p: p.density) for x in (points, [*windows.values()]))  # pyright: ignore
 
 
-def gap_at(points: Sequence[Point], density: float) -> float | None:
+def gap_at(points: Sequence[FrontierPoint], density: float) -> float | None:
     """The gap of fixed windows at a density, on straight lines of the logarithms; None outside."""
     for low, high in pairwise(points):
         if low.density <= density <= high.density and min(low.gap, high.gap) > 0:
@@ -120,8 +122,7 @@ def write_retrofit_report(folder: Path) -> Path:
         raise ValueError(f"{folder} holds no evaluated retrofit; run mosar evaluate on it first")
     drawn = any(all(frontier(runs, length)) for length in _lengths(runs))
     if drawn:
-        from mosar.report.figures import render_figure
-        from mosar.report.frontier import draw_frontier
+        from mosar.report.figures import draw_frontier, render_figure
 
         panels = {n: frontier(runs, n) for n in _lengths(runs)}
         (folder / FIGURE).write_bytes(render_figure(draw_frontier(panels), "png", dpi=130))

@@ -5,20 +5,19 @@ A section that has nothing to show says in one line what is missing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
-from mosar.core.config import MoSARConfig
 from mosar.report.charts import Bars, Chart, Named
 from mosar.report.claims import Claim, judged_claims
-from mosar.report.comparison import Comparison
+from mosar.report.comparison import BASELINE, Comparison
 from mosar.report.curves import (
     axis_charts,
     decode_chart,
     perplexity_by_position,
     retrieval,
-    speedup_chart,
+    speedup_charts,
     validation_curves,
     validation_delta,
 )
@@ -31,7 +30,6 @@ from mosar.report.length_charts import (
     perplexity_by_length,
     reach_by_length,
 )
-from mosar.report.palette import variant_looks
 from mosar.report.provenance import (
     data_table,
     differing_settings_table,
@@ -56,17 +54,11 @@ from mosar.report.verdicts import Finding
 
 
 @dataclass(frozen=True)
-class Missing:
-    """One line about what there is nothing to show of."""
-
-    text: str
-
-
-@dataclass(frozen=True)
 class Text:
-    """A paragraph."""
+    """A paragraph, or one line about what there is nothing to show of."""
 
     text: str
+    kind: Literal["", "lead", "missing"] = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,15 +82,6 @@ class Supports:
 
 
 @dataclass(frozen=True)
-class Drawing:
-    """The decoder."""
-
-    title: str
-    caption: str
-    diagram: Diagram
-
-
-@dataclass(frozen=True)
 class Columns:
     """Two stacks side by side where the window is wide enough."""
 
@@ -114,98 +97,103 @@ class Verdicts:
     table: Table
 
 
-Item = Missing | Text | Switch | Supports | Drawing | Columns | Verdicts | Table | Chart | Bars
+Item = Text | Switch | Supports | Diagram | Columns | Verdicts | Table | Chart | Bars
 
 
-@dataclass(frozen=True)
-class Section:
+class Section(NamedTuple):
+    """A part of the report under a title."""
+
     name: str
     title: str
-    items: tuple[Item, ...]
-    lead: str = ""
-    short: str = field(default="")
+    short: str
     """For the menu."""
+    items: tuple[Item, ...]
 
 
 def make_sections(c: Comparison) -> list[Section]:
     """The whole report."""
-    makers: list[Callable[[Comparison], Section]] = [
-        _results,
-        _verdicts,
-        _mechanism,
-        _geometry,
-        _sparse,
-        _training,
-        _position,
-        _retrieval,
-        _axes,
-        _speed,
-        _provenance,
+    return [
+        Section(name, title, short, tuple(make(c)) or (Text(missing, "missing"),))
+        for name, title, short, make, missing in (
+            *_SECTIONS[:-2],
+            ("grid", f"Along {listed(list(c.axes)) or 'an axis'}", "Grid", _axes, _NO_AXIS),
+            *_SECTIONS[-2:],
+        )
     ]
-    return [make(c) for make in makers]
+
+
+def all_items(sections: Iterable[Section]) -> Iterator[Item]:
+    """Those of every section, with those inside of others."""
+    waiting = [item for section in sections for item in section.items]
+    while waiting:
+        item = waiting.pop(0)
+        if isinstance(item, Switch):
+            waiting[:0] = [option for _, option in item.options]
+        elif isinstance(item, Columns):
+            waiting[:0] = [*item.left, *item.right]
+        yield item
 
 
 def all_tables(sections: Iterable[Section]) -> list[Table]:
     """Those of every section, for the documents with tables."""
-    found = []
-    for section in sections:
-        for item in section.items:
-            parts = (*item.left, *item.right) if isinstance(item, Columns) else (item,)
-            found += [part for part in parts if isinstance(part, Table)]
-            found += [part.table for part in parts if isinstance(part, Verdicts)]
-    return found
+    items = all_items(sections)
+    found = (item.table if isinstance(item, Verdicts) else item for item in items)
+    return [item for item in found if isinstance(item, Table)]
 
 
 def _shown(charts: Iterable[Chart | Bars]) -> list[Chart | Bars]:
     return [chart for chart in charts if not chart.empty]
 
 
-def _results(c: Comparison) -> Section:
+def _results(c: Comparison) -> Iterator[Item]:
     if not c.evaluated:
-        items: list[Item] = [Missing("No evaluation was recorded: there is nothing to compare.")]
-    else:
-        items = [main_table(c), *_shown([perplexity_by_length(c), delta_by_length(c)])]
-        if c.point:
-            where = listed([f"{key} = {setting(value)}" for key, value in c.point.items()])
-            items.insert(1, Text(f"Of the grid, this compares the cells at {where}."))
-        if "rope" not in c.evaluated:
-            items.append(Missing("RoPE was not evaluated: there are no differences against it."))
-    return Section("results", "Quality and length", tuple(items), short="Results")
+        return
+    yield main_table(c)
+    if c.point:
+        where = listed([f"{key} = {setting(value)}" for key, value in c.point.items()])
+        yield Text(f"Of the grid, this compares the cells at {where}.")
+    yield from _shown([perplexity_by_length(c), delta_by_length(c)])
+    if BASELINE not in c.evaluated:
+        yield Text("RoPE was not evaluated: there are no differences against it.", "missing")
 
 
-def _verdicts(c: Comparison) -> Section:
+def _verdicts(c: Comparison) -> Iterator[Item]:
     judged = judged_claims(c)
-    if all(finding.verdict == "unmeasured" for _, finding in judged):
-        items: tuple[Item, ...] = (Missing("These records can judge none of the paper's claims."),)
-    else:
-        items = (Verdicts(tuple(judged), claims_table(judged)),)
-    return Section("claims", "What reproduces and what does not", items, short="Claims")
+    if any(finding.verdict != "unmeasured" for _, finding in judged):
+        yield Verdicts(tuple(judged), claims_table(judged))
 
 
-def _mechanism(c: Comparison) -> Section:
+def _mechanism(c: Comparison) -> Iterator[Item]:
     """How it works: gates, supports, decoder; with the settings of the runs."""
-    variant = _routed_variant(c)
-    config = any_geometry(c)
+    # MoSAR, or the first with routers.
+    variant = "mosar" if "mosar" in c.routed else next(iter(c.routed), None)
+    names = [name for name in (variant, "mosar", *c.trainings) if name]
+    config = next((found for name in names if (found := c.geometry(name))), None)
     if config is None:
-        return Section(
-            "mechanism",
-            "The mechanism",
-            (Missing("No training record tells the regimes and the decoder."),),
-            short="Mechanism",
-        )
-    routed = routed_grids(c, variant) if variant else []
-    fixed = fixed_grids(config)
+        return
+    yield Text(
+        "A pair of regimes, one of the query and one of the key, fixes how attention falls with "
+        "distance. At inference the choice becomes a support that is known before any similarity "
+        "is computed.",
+        "lead",
+    )
+    runs = (run for name in names for run in c.trainings.get(name, {}).values())
+    model = next((run.config.get("model", {}) for run in runs), {})
+    diagram = decoder_diagram(model, [regime.name for regime in config.regimes])
+    yield Columns((decay_chart(config), pair_table(config)), (diagram,))
+    routed, fixed = routed_grids(c, variant) if variant else [], fixed_grids(config)
+    over = (
+        f"is the support if every token has that regime, over the {config.max_length:,} tokens of "
+        "the training length"
+    )
     source = (
-        "Each of the first is the support if every token has that regime, over the "
-        f"{config.max_length:,} tokens of the training length; the last is what the trained model "
-        f"chose for the first {routed[0].tokens:,} tokens of the evaluation text."
+        f"Each of the first {over}; the last is what the trained model chose for the first "
+        f"{routed[0].tokens:,} tokens of the evaluation text."
         if routed
-        else "Each is the support if every token has that regime, over the "
-        f"{config.max_length:,} tokens of the training length. No evaluation kept the choices "
-        "of a trained model."
+        else f"Each {over}. No evaluation kept the choices of a trained model."
     )
     sides = " or ".join(f"{n} × {n}" for n in sorted({grid.block for grid in (*fixed, *routed)}))
-    supports = Supports(
+    yield Supports(
         "Supports as cells",
         "Which keys (columns) are in the support of each query (row). A cell is a square of "
         f"{sides} pairs, and its shade the share that is inside. {source}",
@@ -213,155 +201,123 @@ def _mechanism(c: Comparison) -> Section:
         tuple(routed),
         median_layer(routed),
     )
-    model = next(
-        (
-            run.config.get("model", {})
-            for name in (variant, *c.trainings)
-            if name in c.trainings
-            for run in c.trainings[name].values()
-        ),
-        {},
-    )
-    drawing = Drawing(
-        "The decoder and its routers",
-        "Two small routers read the rotated queries and keys of a layer and choose how far each "
-        "token looks; values bypass them. What is outside of the coloured boxes and RoPE is the "
-        "same in all variants.",
-        decoder_diagram(model, [regime.name for regime in config.regimes]),
-    )
-    lead = (
-        "A pair of regimes, one of the query and one of the key, fixes how attention falls with "
-        "distance. At inference the choice becomes a support that is known before any similarity "
-        "is computed."
-    )
-    items = (Columns((decay_chart(config), pair_table(config)), (drawing,)), supports)
-    return Section("mechanism", "The mechanism", items, lead, "Mechanism")
 
 
-def _geometry(c: Comparison) -> Section:
+def _geometry(c: Comparison) -> Iterator[Item]:
     if not c.routed:
-        missing = Missing("No variant with routers was evaluated: there is no learned geometry.")
-        return Section("geometry", "The learned geometry", (missing,), short="Geometry")
-    items: list[Item] = [routing_table(c)]
+        return
+    yield routing_table(c)
     for variant in c.routed:
-        options = [
-            (times(factor), bars)
-            for factor in c.factors
-            if not (bars := regime_shares(c, variant, factor)).empty
-        ]
-        if options:
-            items.append(Switch(name=f"shares-{variant}", label="length", options=tuple(options)))
-    items += _shown([density_by_length(c), reach_by_length(c)])
-    return Section("geometry", "The learned geometry", tuple(items), short="Geometry")
+        bars = ((times(factor), regime_shares(c, variant, factor)) for factor in c.factors)
+        yield from _switch(f"shares-{variant}", "length", bars)
+    yield from _shown([density_by_length(c), reach_by_length(c)])
 
 
-def _sparse(c: Comparison) -> Section:
+def _sparse(c: Comparison) -> Iterator[Item]:
     table = sparse_table(c)
     if not table.rows:
-        missing = Missing("Neither top-1 nor sparse routing was evaluated.")
-        return Section("sparse", "From soft to sparse", (missing,), short="Sparse")
-    items: list[Item] = [table, *_shown([gap_by_length(c)])]
-    looks = variant_looks(c.routed)
-    masses = [
-        (looks[variant].label, chart)
-        for variant in c.routed
-        if not (chart := discarded_mass(c, variant)).empty
-    ]
-    items.append(
-        Switch(name="mass", label="variant", options=tuple(masses))
-        if masses
-        else Missing("The discarded mass was not measured.")
-    )
-    return Section("sparse", "From soft to sparse", tuple(items), short="Sparse")
+        return
+    yield table
+    yield from _shown([gap_by_length(c)])
+    masses = ((c.looks[variant].label, discarded_mass(c, variant)) for variant in c.routed)
+    missing = Text("The discarded mass was not measured.", "missing")
+    yield from _switch("mass", "variant", masses) or [missing]
 
 
-def _training(c: Comparison) -> Section:
-    charts = _shown([validation_curves(c), validation_delta(c)])
-    items = tuple(charts) or (Missing("No training record has a validation curve."),)
-    return Section("training", "Training", items, short="Training")
+def _training(c: Comparison) -> Iterable[Item]:
+    return _shown([validation_curves(c), validation_delta(c)])
 
 
-def _position(c: Comparison) -> Section:
-    options = [
-        (times(factor), chart)
-        for factor in reversed(c.factors)
-        if not (chart := perplexity_by_position(c, factor)).empty
-    ]
-    if not options:
-        items: tuple[Item, ...] = (Missing("No evaluation has perplexities by position."),)
-    else:
-        items = (Switch(name="position", label="length", options=tuple(options)),)
-    return Section("position", "Perplexity by position", items, short="Position")
+def _position(c: Comparison) -> Iterable[Item]:
+    charts = ((times(f), perplexity_by_position(c, f)) for f in reversed(c.factors))
+    return _switch("position", "length", charts)
 
 
-def _retrieval(c: Comparison) -> Section:
+def _switch(name: str, label: str, options: Iterable[tuple[str, Chart | Bars]]) -> list[Item]:
+    """Those that are not empty, one shown at a time."""
+    found = tuple(option for option in options if not option[1].empty)
+    return [Switch(name=name, label=label, options=found)] if found else []
+
+
+def _retrieval(c: Comparison) -> Iterator[Item]:
     tasks = sorted({(record.task, record.length) for record in c.retrievals})
     charts = _shown(retrieval(c, task, length) for task, length in tasks)
-    if not charts:
-        items: tuple[Item, ...] = (Missing("No retrieval task was evaluated."),)
-        lead = ""
-    else:
-        items = (*charts, retrieval_table(c))
+    if charts:
         lead = "Whether rare long links are kept, measured: synthetic tasks with a known distance."
-    return Section("retrieval", "Retrieval", items, lead, "Retrieval")
+        yield Text(lead, "lead")
+        yield from charts
+        yield retrieval_table(c)
 
 
-def _axes(c: Comparison) -> Section:
-    items: list[Item] = []
+def _axes(c: Comparison) -> Iterator[Item]:
     for key, points in c.axes.items():
-        charts = axis_charts(c, key)
-        if len(points) < 2 or not charts:
-            items.append(Missing(f"Along {key} there is only one value so far."))
-        items += charts if len(points) > 1 else []
-    if not items:
-        items = [Missing("The experiment was not repeated along any axis (--grid).")]
-    keys = listed(list(c.axes))
-    return Section("grid", f"Along {keys}" if keys else "Along an axis", tuple(items), short="Grid")
+        charts = axis_charts(c, key) if len(points) > 1 else []
+        yield from charts or [Text(f"Along {key} there is only one value so far.", "missing")]
 
 
-def _speed(c: Comparison) -> Section:
-    records = c.experiment.benchmarks
-    modes = list(dict.fromkeys(record.mode for record in records))
-    charts = [speedup_chart(records, mode) for mode in modes]
-    charts.append(decode_chart(c.experiment.decode_benchmarks))
-    tables = [benchmark_table, decode_table, training_speed_table]
-    items: list[Item] = [*_shown(charts)]
-    items += [table for make in tables if (table := make(c.experiment)).rows]
-    if not items:
-        items = [Missing("No benchmark was recorded (mosar bench … --json DIR/benchmarks/…).")]
-    return Section("speed", "Speed", tuple(items), short="Speed")
+def _speed(c: Comparison) -> Iterator[Item]:
+    charts = [*speedup_charts(c.experiment.benchmarks)]
+    yield from _shown([*charts, decode_chart(c.experiment.decode_benchmarks)])
+    tables = (benchmark_table, decode_table, training_speed_table)
+    yield from (table for make in tables if (table := make(c.experiment)).rows)
 
 
-def _provenance(c: Comparison) -> Section:
-    items: list[Item] = []
+def _provenance(c: Comparison) -> Iterator[Item]:
+    dates = sorted(record.created for record in c.experiment.records)
+    span = " – ".join(dict.fromkeys((dates[0][:10], dates[-1][:10])))
+    variants = listed([c.looks[name].label for name in c.variants])
+    lead = f"{plural(len(c.experiment.cells), 'cell')} with records, of {span}."
+    yield Text(lead + (f" Variants: {variants}." if variants else ""), "lead")
     failures = failures_table(c.experiment)
-    items.append(failures if failures.rows else Text("No cell failed."))
+    yield failures if failures.rows else Text("No cell failed.")
     waiting = c.experiment.unfinished
     if waiting:
         some = f" and {len(waiting) - 12} more" if len(waiting) > 12 else ""
-        items.append(Missing(f"Not finished yet: {', '.join(waiting[:12])}{some}."))
+        yield Text(f"Not finished yet: {', '.join(waiting[:12])}{some}.", "missing")
     if c.experiment.trainings:
-        items.append(runs_table(c))
-        tables = [differing_settings_table(c), shared_settings_table(c), data_table(c.experiment)]
-        items += [table for table in tables if table.rows]
+        yield runs_table(c)
+        tables = (differing_settings_table(c), shared_settings_table(c), data_table(c.experiment))
+        yield from (table for table in tables if table.rows)
     else:
-        items.append(Missing("No training record: configuration and data are not known."))
-    items.append(environment_table(c.experiment))
-    cells = plural(len(c.experiment.cells), "cell")
-    dates = sorted(record.created for record in c.experiment.records)
-    first, last = dates[0][:10], dates[-1][:10]
-    span = first if first == last else f"{first} – {last}"
-    variants = listed([look.label for look in variant_looks(c.variants).values()])
-    lead = f"{cells} with records, of {span}." + (f" Variants: {variants}." if variants else "")
-    return Section("run", "How it was run", tuple(items), lead, "Run")
+        yield Text("No training record: configuration and data are not known.", "missing")
+    yield environment_table(c.experiment)
 
 
-def _routed_variant(c: Comparison) -> str | None:
-    """MoSAR, or the first with routers."""
-    return "mosar" if "mosar" in c.routed else next(iter(c.routed), None)
-
-
-def any_geometry(c: Comparison) -> MoSARConfig | None:
-    """The regimes of the routed variant, or of any other that has them."""
-    names = [_routed_variant(c), "mosar", *c.trainings]
-    return next((found for name in names if name and (found := c.geometry(name))), None)
+_NO_AXIS = "The experiment was not repeated along any axis (--grid)."
+# Name, title, name in the menu, what makes its items, and what to say where there are none.
+_SECTIONS: tuple[tuple[str, str, str, Callable[[Comparison], Iterable[Item]], str], ...] = (
+    (
+        *("results", "Quality and length", "Results", _results),
+        "No evaluation was recorded: there is nothing to compare.",
+    ),
+    (
+        *("claims", "What reproduces and what does not", "Claims", _verdicts),
+        "These records can judge none of the paper's claims.",
+    ),
+    (
+        *("mechanism", "The mechanism", "Mechanism", _mechanism),
+        "No training record tells the regimes and the decoder.",
+    ),
+    (
+        *("geometry", "The learned geometry", "Geometry", _geometry),
+        "No variant with routers was evaluated: there is no learned geometry.",
+    ),
+    (
+        *("sparse", "From soft to sparse", "Sparse", _sparse),
+        "Neither top-1 nor sparse routing was evaluated.",
+    ),
+    (
+        *("training", "Training", "Training", _training),
+        "No training record has a validation curve.",
+    ),
+    (
+        *("position", "Perplexity by position", "Position", _position),
+        "No evaluation has perplexities by position.",
+    ),
+    ("retrieval", "Retrieval", "Retrieval", _retrieval, "No retrieval task was evaluated."),
+    (
+        *("speed", "Speed", "Speed", _speed),
+        "No benchmark was recorded (mosar bench … --json DIR/benchmarks/…).",
+    ),
+    ("run", "How it was run", "Run", _provenance, ""),
+)

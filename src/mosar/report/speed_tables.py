@@ -2,94 +2,88 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from typing import Any
+
 from mosar.report.experiment import Experiment
 from mosar.report.formats import count, number, percent, share, times
-from mosar.report.tables import Column, Table, TableCell, figure_cell
+from mosar.report.tables import Column, Table, figure_cell
+
+# The heading of a column, what it shows of a row, and how; without that it is text.
+Field = tuple[str, Callable[[Any], Any], Callable[[float], str] | None]
 
 
 def benchmark_table(experiment: Experiment) -> Table:
     """Rows of the attention benchmark."""
-    rows = []
-    for r in experiment.benchmarks:
-        rows.append(
-            (
-                TableCell(r.mode, r.mode),
-                TableCell(r.shape, r.shape),
-                TableCell(f"{r.length:,}", r.length),
-                TableCell(share(r.density), r.density),
-                figure_cell(r.median_ms("sdpa"), lambda value: f"{value:.3g}"),
-                figure_cell(r.median_ms("ours"), lambda value: f"{value:.3g}"),
-                figure_cell(r.speedup, times),
-                figure_cell(r.speedup_times_density, lambda value: number(value, 2)),
-            )
-        )
-    return Table(
-        name="benchmarks",
-        title="Attention benchmark",
-        caption="Medians of interleaved rounds; a row whose result was outside of its error budget "
-        "has no speed-up.",
-        columns=(
-            Column("mode", numeric=False),
-            Column("shape", numeric=False),
-            *(Column(name) for name in ("length", "density ρ", "SDPA, ms", "ours, ms")),
-            *(Column(name) for name in ("speed-up", "of 1/ρ")),
-        ),
-        rows=tuple(rows),
+    return _table(
+        "benchmarks",
+        "Attention benchmark",
+        "Medians of interleaved rounds; a row whose result was outside of its error budget has no "
+        "speed-up.",
+        experiment.benchmarks,
+        ("mode", lambda r: r.mode, None),
+        ("shape", lambda r: r.shape, None),
+        ("length", lambda r: r.length, _whole),
+        ("density ρ", lambda r: r.density, share),
+        ("SDPA, ms", lambda r: r.median_ms("sdpa"), _three_digits),
+        ("ours, ms", lambda r: r.median_ms("ours"), _three_digits),
+        ("speed-up", lambda r: r.speedup, times),
+        ("of 1/ρ", lambda r: r.speedup_times_density, lambda value: number(value, 2)),
     )
 
 
 def decode_table(experiment: Experiment) -> Table:
     """One step of decoding against the length of its context."""
-    return Table(
-        name="decoding",
-        title="Decoding benchmark",
-        caption="One step's attention; memory is what the regime cache holds over the keys and "
-        "values of all tokens.",
-        columns=(
-            *(Column(name, numeric=False) for name in ("shape", "labels")),
-            *(Column(name) for name in ("context", "keys read", "SDPA, ms", "ours, ms")),
-            *(Column(name) for name in ("speed-up", "memory")),
-        ),
-        rows=tuple(
-            (
-                TableCell(r.shape, r.shape),
-                TableCell(r.labels, r.labels),
-                TableCell(f"{r.length:,}", r.length),
-                figure_cell(r.keys_read, lambda value: f"{value:,.0f}"),
-                figure_cell(r.median_ms("sdpa"), lambda value: f"{value:.3g}"),
-                figure_cell(r.median_ms("ours"), lambda value: f"{value:.3g}"),
-                figure_cell(r.speedup, times),
-                figure_cell(r.memory_ratio * 100, lambda value: percent(value, 1, signed=False)),
-            )
-            for r in experiment.decode_benchmarks
-        ),
+    return _table(
+        "decoding",
+        "Decoding benchmark",
+        "One step's attention; memory is what the regime cache holds over the keys and values of "
+        "all tokens.",
+        experiment.decode_benchmarks,
+        ("shape", lambda r: r.shape, None),
+        ("labels", lambda r: r.labels, None),
+        ("context", lambda r: r.length, _whole),
+        ("keys read", lambda r: r.keys_read, _whole),
+        ("SDPA, ms", lambda r: r.median_ms("sdpa"), _three_digits),
+        ("ours, ms", lambda r: r.median_ms("ours"), _three_digits),
+        ("speed-up", lambda r: r.speedup, times),
+        ("memory", lambda r: r.memory_ratio * 100, lambda value: percent(value, 1, signed=False)),
     )
 
 
 def training_speed_table(experiment: Experiment) -> Table:
-    """Tokens a second of a training step, a row a competitor."""
-    rows = []
-    for r in experiment.training_benchmarks:
-        for name in r.measurements:
-            rate = r.tokens_per_second(name)
-            rows.append(
-                (
-                    TableCell(name, name),
-                    TableCell(r.preset, r.preset),
-                    TableCell(r.setting, r.setting),
-                    TableCell(f"{r.length:,}", r.length),
-                    figure_cell(r.parameters.get(name), count),
-                    figure_cell(rate, lambda value: f"{value:,.0f}"),
-                    figure_cell(r.ratio(name, "rope"), times),
-                )
-            )
-    return Table(
-        name="training-speed",
-        title="Training benchmark",
-        caption="Medians over steps, in turn; a row with a wrong loss has no ratio.",
-        columns=(
-            *(Column(name, numeric=False) for name in ("model", "preset", "soft-caps")),
-            *(Column(name) for name in ("length", "parameters", "tokens/s", "against rope")),
-        ),
-        rows=tuple(rows),
+    """Tokens a second of a training step, one row per competitor."""
+    rows = [(r, name) for r in experiment.training_benchmarks for name in r.measurements]
+    return _table(
+        "training-speed",
+        "Training benchmark",
+        "Medians over steps, in turn; a row with a wrong loss has no ratio.",
+        rows,
+        ("model", lambda row: row[1], None),
+        ("preset", lambda row: row[0].preset, None),
+        ("soft-caps", lambda row: row[0].setting, None),
+        ("length", lambda row: row[0].length, _whole),
+        ("parameters", lambda row: row[0].parameters.get(row[1]), count),
+        ("tokens/s", lambda row: row[0].tokens_per_second(row[1]), _whole),
+        ("against rope", lambda row: row[0].ratio(row[1], "rope"), times),
     )
+
+
+def _table(name: str, title: str, caption: str, rows: Iterable[Any], *fields: Field) -> Table:
+    return Table(
+        name=name,
+        title=title,
+        caption=caption,
+        columns=tuple(Column(head, numeric=text is not None) for head, _, text in fields),
+        rows=tuple(
+            tuple(figure_cell(value(row), text or str) for _, value, text in fields) for row in rows
+        ),
+    )
+
+
+def _whole(value: float) -> str:
+    return f"{value:,.0f}"
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:.3g}"

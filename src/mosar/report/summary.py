@@ -19,7 +19,6 @@ from mosar.report.formats import (
     share,
     times,
 )
-from mosar.report.palette import variant_looks
 from mosar.report.paper import paper_delta, paper_length, paper_routing
 from mosar.report.tables import spread
 from mosar.report.verdicts import exact_density, time_ratio
@@ -112,11 +111,10 @@ def _best(c: Comparison) -> str:
         for name, estimate in estimates.items()
     }
     first, second = sorted(means, key=lambda name: means[name])[:2]
-    looks = variant_looks(c.evaluated)
     return (
         f"Over the {plural(len(shared), 'seed')} that all variants have, the lowest perplexity at "
-        f"{times(c.longest)} is {looks[first].label}'s "
-        f"({perplexity(means[first])}), before {looks[second].label}'s "
+        f"{times(c.longest)} is {c.looks[first].label}'s "
+        f"({perplexity(means[first])}), before {c.looks[second].label}'s "
         f"({perplexity(means[second])})."
     )
 
@@ -154,9 +152,8 @@ def _retrieval(c: Comparison) -> str:
                 routing = "" if record.routing in ("soft", "native") else f", {record.routing}"
                 found.setdefault(record.cell.variant + routing, []).append(accuracy)
         means = {name: sum(values) / len(values) for name, values in found.items()}
-        looks = variant_looks(record.cell.variant for record in c.retrievals)
         shown = [
-            f"{looks[name].label} {percent(means[name] * 100, 0, signed=False)}"
+            f"{c.looks[name].label} {percent(means[name] * 100, 0, signed=False)}"
             for name in sorted(means, key=lambda name: -means[name])
             if name in _TOLD
         ]

@@ -18,15 +18,12 @@ from mosar.core.config import MoSARConfig
 from mosar.core.hard_domain import build_hard_domain
 from mosar.records import EvaluationRecord
 from mosar.report.comparison import Comparison
-from mosar.report.elements import Markup, tag
-from mosar.report.formats import percent
-from mosar.report.palette import VARIANTS, Look, regime_looks, variant_looks
-from mosar.report.svg import colour
+from mosar.report.palette import Look, regime_looks
 
 MAX_CELLS = 48
 # Of a longer text every second, third, … token is drawn.
 _MAX_DRAWN = 2048
-_SHADES = (0.22, 0.45, 0.7, 1.0)
+SHADES = (0.22, 0.45, 0.7, 1.0)
 
 
 @dataclass(frozen=True)
@@ -53,13 +50,12 @@ class SupportGrid:
 
 def fixed_grids(config: MoSARConfig) -> list[SupportGrid]:
     """Every token of a text of the training length in the same regime, for each regime."""
-    looks = list(regime_looks(regime.name for regime in config.regimes).values())
-    known = {"S": VARIANTS["fixed-s"], "M": VARIANTS["fixed-m"]}
+    looks = regime_looks(regime.name for regime in config.regimes)
     grids, tokens = [], config.max_length
     for index, regime in enumerate(config.regimes):
         labels = torch.full((math.ceil(tokens / _stride(tokens)),), index)
-        look = known.get(regime.name, looks[index])
-        grids.append(_grid(f"every token {regime.name}", look, labels, labels, config, tokens))
+        title, look = f"every token {regime.name}", looks[regime.name]
+        grids.append(_grid(title, look, labels, labels, config, tokens))
     return grids
 
 
@@ -74,7 +70,7 @@ def routed_grids(c: Comparison, variant: str) -> list[SupportGrid]:
     letters = _letters(record.regimes)
     if len(letters) != config.num_regimes:
         return []
-    look = variant_looks([variant])[variant]
+    look = c.looks[variant]
     grids = []
     sides = zip(record.example_labels["query"], record.example_labels["key"], strict=True)
     for layer, (query, key) in enumerate(sides, start=1):
@@ -149,45 +145,4 @@ def _sums(mask: Tensor, block: int, size: int) -> Tensor:
 
 def shade(portion: float) -> int:
     """Which of the shades shows this share; -1: none."""
-    return -1 if portion <= 0 else min(int(portion * len(_SHADES) - 1e-9), len(_SHADES) - 1)
-
-
-def opacity(index: int) -> float:
-    return _SHADES[index]
-
-
-def grid_svg(grid: SupportGrid) -> Markup:
-    """The grid as SVG, a cell a unit; runs of the same shade are one rectangle."""
-    paths: list[list[str]] = [[] for _ in _SHADES]
-    for row, shares in enumerate(grid.shares):
-        column = 0
-        while column < len(shares):
-            level, start = shade(shares[column]), column
-            while column < len(shares) and shade(shares[column]) == level:
-                column += 1
-            if level >= 0:
-                width = column - start
-                paths[level].append(f"M{start} {row}h{width}v1h-{width}z")
-    n = grid.size
-    lines = "".join(f"M0 {i}H{min(i + 1, n)}M{i} {max(i - 1, 0)}V{n}" for i in range(n + 1))
-    stairs = "M0 0" + "".join(f"H{i + 1}V{i + 1}" for i in range(n)) + "H0Z"
-    label = (
-        f"{grid.title}: {percent(grid.density * 100, signed=False)} of the causal pairs of "
-        f"{grid.tokens:,} tokens are inside the support"
-    )
-    cells = [
-        tag("path", class_="cells", fill_opacity=_SHADES[i], d="".join(path))
-        for i, path in enumerate(paths)
-        if path
-    ]
-    return tag(
-        "svg",
-        tag("path", class_="ground", d=stairs),
-        *cells,
-        tag("path", class_="net", d=lines),
-        class_="support",
-        viewBox=f"-0.3 -0.3 {n + 0.6:g} {n + 0.6:g}",
-        role="img",
-        aria_label=label,
-        style=colour(grid.look),
-    )
+    return -1 if portion <= 0 else min(int(portion * len(SHADES) - 1e-9), len(SHADES) - 1)

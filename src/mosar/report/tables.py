@@ -29,7 +29,6 @@ from mosar.report.formats import (
     share,
     times,
 )
-from mosar.report.palette import variant_looks
 from mosar.report.paper import (
     paper_delta,
     paper_length,
@@ -124,11 +123,10 @@ def main_table(c: Comparison) -> Table:
     for factor in ends:
         columns += _pair("vs RoPE", factor, c)
     columns += [Column("ours", "reach"), Column("paper", "reach", brief=False)]
-    looks = variant_looks(c.evaluated)
     rows = {}
     for variant in c.evaluated:
         n = len(c.seeds[variant])
-        row = [_plain(looks[variant].label), TableCell(str(n), n)]
+        row = [_plain(c.looks[variant].label), TableCell(str(n), n)]
         row.append(_cell(c.estimate(Setting(variant, at), lambda r: r.loss), _four, n))
         for factor in factors:
             row.append(_cell(c.estimate(Setting(variant, factor)), perplexity, n))
@@ -209,14 +207,13 @@ def routing_table(c: Comparison) -> Table:
         *(Column(name) for name in ("q short", "q global", "k short", "k global")),
     ]
     rows, keys = [], []
-    looks = variant_looks(c.routed)
     for variant in c.routed:
         for factor in c.factors:
-            rows.append(_routing_row(c, variant, factor, looks[variant].label))
+            rows.append(_routing_row(c, variant, factor, c.looks[variant].label))
             keys.append(variant)
             said = paper_routing(variant, factor)
             if said:
-                rows.append(_paper_routing_row(said, factor, looks[variant].label))
+                rows.append(_paper_routing_row(said, factor, c.looks[variant].label))
                 keys.append(variant)
     return Table(
         name="routing",
@@ -282,11 +279,10 @@ def sparse_table(c: Comparison) -> Table:
         Column("sparse against top-1", "perplexity"),
         *(Column(name, "time") for name in ("top-1, s", "sparse, s", "times as fast")),
     )
-    looks = variant_looks(c.routed)
     rows, keys = [], []
     for variant in c.routed:
         for factor in c.factors:
-            row = _sparse_row(c, variant, factor, looks[variant].label)
+            row = _sparse_row(c, variant, factor, c.looks[variant].label)
             if any(cell.text != MISSING for cell in row[2:]):
                 rows.append(row)
                 keys.append(variant)
@@ -361,8 +357,7 @@ def retrieval_table(c: Comparison) -> Table:
         key = (record.task, factor_of(record), record.cell.variant, record.routing)
         far = far_accuracy(record, beyond)
         found.setdefault(key, {})[record.cell.seed] = (record.accuracy, far)
-    looks = variant_looks({key[2] for key in found})
-    order = list(looks)
+    order = list(c.looks)
     rows, keys = [], []
     for key in sorted(found, key=lambda k: (k[0], k[1], order.index(k[2]), k[3])):
         task, factor, variant, routing = key
@@ -370,7 +365,7 @@ def retrieval_table(c: Comparison) -> Table:
         far = {seed: p[1] for seed, p in sorted(found[key].items()) if p[1] is not None}
         rows.append(
             (
-                _plain(looks[variant].label),
+                _plain(c.looks[variant].label),
                 _plain(routing),
                 _plain(task),
                 _plain(times(factor), factor),

@@ -6,28 +6,17 @@ import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from matplotlib.figure import Figure
 
 from mosar.files import replace_synced
-from mosar.report.charts import Bars, Chart
+from mosar.report.charts import Chart
 from mosar.report.comparison import Comparison
+from mosar.report.drawing import draw_charts, draw_pictures, draw_supports, render_figure
 from mosar.report.experiment import ReportError, load_experiment
-from mosar.report.figures import draw_decay_kernels, draw_speedup, render_figure
 from mosar.report.markup import latex_tables, markdown_tables
 from mosar.report.page import render_page
-from mosar.report.plots import draw_bars, draw_chart, draw_diagram, draw_supports
-from mosar.report.sections import (
-    Columns,
-    Drawing,
-    Section,
-    Supports,
-    Switch,
-    all_tables,
-    any_geometry,
-    make_sections,
-)
+from mosar.report.sections import Section, Supports, all_items, all_tables, make_sections
 
 PAGE = "index.html"
 _FORMATS = ("png", "svg")
@@ -50,8 +39,13 @@ def write_report(folder: Path | str, out: Path | str | None = None) -> Path:
         if figures.resolve().parent != out.resolve():
             raise ReportError(f"{figures} leads out of the report's folder; remove that link")
         stale = _former_figures(out / PAGE)
+        pictures = draw_pictures(all_items(sections))
         names = []
-        for name, figure in _figures(c, sections):
+        for name, picture in pictures.items():
+            names += [f"{name}.svg", f"{name}.png"]
+            _write(figures, names[-2], picture.svg)
+            _write(figures, names[-1], render_figure(picture.figure, "png", dpi=160))
+        for name, figure in _joint_figures(sections):
             for suffix in _FORMATS:
                 names.append(f"{name}.{suffix}")
                 _write(figures, names[-1], render_figure(figure, suffix, dpi=160))
@@ -59,7 +53,7 @@ def write_report(folder: Path | str, out: Path | str | None = None) -> Path:
             (figures / name).unlink(missing_ok=True)
         _write(out, "tables.md", _encoded(markdown_tables(tables, experiment.name)))
         _write(out, "tables.tex", _encoded(latex_tables(tables)))
-        _write(out, PAGE, _encoded(render_page(c, sections, names)))
+        _write(out, PAGE, _encoded(render_page(c, sections, pictures, names)))
     except OSError as error:
         raise ReportError(f"cannot write {error.filename or out}: {error.strerror}") from None
     return out / PAGE
@@ -76,40 +70,16 @@ def _former_figures(page: Path) -> set[str]:
     return {name for name in names if name.endswith(_FORMATS)}
 
 
-def _figures(c: Comparison, sections: Iterable[Section]) -> Iterable[tuple[str, Figure]]:
-    """Name and figure of all that the page shows as a picture."""
-    for section in sections:
-        for item in section.items:
-            yield from _item_figures(c, item)
-    correct = [record for record in c.experiment.benchmarks if record.speedup is not None]
-    if correct:
-        yield "speedup", draw_speedup(correct)
-
-
-def _item_figures(c: Comparison, item: Any) -> Iterable[tuple[str, Figure]]:
-    match item:
-        case Chart(name="decay_kernels"):
-            config = any_geometry(c)
-            assert config is not None
-            yield item.name, draw_decay_kernels(config)
-        # Drawn by draw_speedup, all modes in one.
-        case Chart() if item.name.startswith("speedup_"):
-            return
-        case Chart():
-            yield item.name, draw_chart(item)
-        case Bars():
-            yield item.name, draw_bars(item)
-        case Switch():
-            for _, option in item.options:
-                yield from _item_figures(c, option)
-        case Columns():
-            for part in (*item.left, *item.right):
-                yield from _item_figures(c, part)
-        case Supports():
+def _joint_figures(sections: Iterable[Section]) -> Iterable[tuple[str, Figure]]:
+    """Figures of several parts that the page shows one by one."""
+    items = list(all_items(sections))
+    for item in items:
+        if isinstance(item, Supports):
             shown = item.routed[item.initial : item.initial + 1]
             yield "geometry_grids", draw_supports([*item.fixed, *shown])
-        case Drawing():
-            yield "architecture", draw_diagram(item.diagram)
+    speed = [i for i in items if isinstance(i, Chart) and i.name.startswith("speedup_")]
+    if speed:
+        yield "speedup", draw_charts(speed)
 
 
 def _encoded(text: str) -> bytes:
