@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -111,7 +112,9 @@ def render_figure(figure: Figure, file_format: str, dpi: int = 200) -> bytes:
     buffer = io.BytesIO()
     with mpl.rc_context(STYLE):
         figure.savefig(buffer, format=file_format, dpi=dpi, metadata=dates.get(file_format))
-    return buffer.getvalue()
+    data = buffer.getvalue()
+    # A text may hold characters that XML cannot.
+    return re.sub(rb"[\x00-\x08\x0b\x0c\x0e-\x1f]", b"?", data) if file_format == "svg" else data
 
 
 def colour(look: Look) -> str:
@@ -220,8 +223,9 @@ def _drawable(chart: Chart, series: Series) -> list[Any]:
 
 def _band(series: Series) -> list[tuple[float, float]]:
     """The outline of one standard deviation up and down; empty without one."""
-    ends = [p for p in series.points if p.low is not None and p.high is not None]
-    return [(p.x, p.high) for p in ends] + [(p.x, p.low) for p in reversed(ends)]
+    ends = [(p.x, p.low, p.high) for p in series.points]
+    up = [(x, high) for x, _, high in ends if high is not None]
+    return up + [(x, low) for x, low, _ in reversed(ends) if low is not None]
 
 
 def _paint(axes: Axes, chart: Chart) -> None:
@@ -333,22 +337,28 @@ def y_domain(chart: Chart, series: Sequence[Series]) -> tuple[float, float]:
 Ticks = list[tuple[float, str]]
 
 
+_MANTISSAS = ((1,), (1, 3), (1, 2, 5), (1, 2, 3, 5))
+
+
 def tick_levels(low: float, high: float, *, log: bool = False, unit: str = "") -> Iterator[Ticks]:
     """Round numbers in [low, high] with their labels, from few to many."""
-    exponent = math.ceil(math.log10(high - low))
     for level in range(40):
-        # 1, 2, 5, 10, … times as many.
-        step = (1, 0.5, 0.2)[level % 3] * 10.0 ** -(level // 3)
         if log:
-            mantissas = ((1,), (1, 3), (1, 2, 5))[level : level + 1] or [_regular(step * 10, 1, 10)]
+            finer = level - len(_MANTISSAS)
+            mantissas = _MANTISSAS[level] if finer < 0 else _regular(_step(finer, 0), 1, 10)[:-1]
             decades = range(math.floor(math.log10(low)), math.floor(math.log10(high)) + 1)
-            values = [m * 10.0**d for d in decades for m in mantissas[0]]
-            found = [value for value in values if low <= value <= high]
+            values = [m * 10.0**d for d in decades for m in mantissas]
+            found, decimals = [value for value in values if low <= value <= high], None
         else:
-            step *= 10.0**exponent
+            step = _step(level, math.ceil(math.log10(high - low)))
             found = _regular(step, low, high)
-        decimals = None if log else max(0, -math.floor(math.log10(step) + 1e-9))
+            decimals = max(0, -math.floor(math.log10(step) + 1e-9))
         yield [(value, tick_label(value, decimals, unit)) for value in found]
+
+
+def _step(level: int, exponent: int) -> float:
+    """1, 0.5, 0.2, 0.1, … times a power of ten."""
+    return (1, 0.5, 0.2)[level % 3] * 10.0 ** (exponent - level // 3)
 
 
 def _regular(step: float, low: float, high: float) -> list[float]:

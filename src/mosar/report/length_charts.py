@@ -76,7 +76,9 @@ def gap_by_length(c: Comparison) -> Chart:
         y_label="perplexity against soft routing",
         unit=" %",
         line_at=0.0,
-        series=_two_ways(c, against_soft, (("top1", "top-1"), ("sparse",) * 2), "gap_pct", percent),
+        series=_two_ways(
+            c, against_soft, {"top1": "top-1", "sparse": "sparse"}, "gap_pct", percent
+        ),
     )
 
 
@@ -113,14 +115,14 @@ def reach_by_length(c: Comparison) -> Chart:
         "density: a band of reach n/16 covers about twice that share of the causal pairs.",
         y_label="normalized reach",
         y_zero=True,
-        series=_two_ways(c, reach, (("soft",) * 2, ("top1", "top-1")), "top1_reach", share),
+        series=_two_ways(c, reach, {"soft": "soft", "top1": "top-1"}, "top1_reach", share),
     )
 
 
 def _two_ways(
     c: Comparison,
     estimate: Callable[[str, float, str], Estimate | None],
-    routings: tuple[tuple[str, str], tuple[str, str]],
+    routings: dict[str, str],
     theirs: str,
     text: Text,
 ) -> list[Series]:
@@ -131,7 +133,7 @@ def _two_ways(
             _over_lengths(
                 c, variant, lambda f, v=variant, r=routing: estimate(v, f, r), text
             ).noted(note, dash)
-            for (routing, note), dash in zip(routings, ("", DASHED), strict=True)
+            for (routing, note), dash in zip(routings.items(), ("", DASHED), strict=True)
         ]
         series += ours
         if any(line.points for line in ours):

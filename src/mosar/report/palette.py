@@ -90,13 +90,13 @@ def variant_looks(names: Iterable[str]) -> dict[str, Look]:
 
 def _other_look(name: str, place: int) -> Look:
     hue = (0.08 + place * _GOLDEN) % 1
-    shades = [
+    light, dark = (
         "#" + "".join(f"{round(255 * part):02x}" for part in hls_to_rgb(hue, lightness, 0.55))
         for lightness in (0.34, 0.72)
-    ]
+    )
     known = GEOMETRY_VARIANTS.get(name)
     marker = _FAMILY_MARKERS[known.geometry_class.family] if known else "diamond"
-    return Look(name, *shades, marker, _DASHES[place % len(_DASHES)])
+    return Look(name, light, dark, marker, _DASHES[place % len(_DASHES)])
 
 
 def regime_looks(names: Iterable[str]) -> dict[str, Look]:

@@ -6,10 +6,11 @@ from collections.abc import Iterable
 from pathlib import PurePath
 from typing import Any
 
+from mosar.records import TrainingRecord
 from mosar.report.comparison import Comparison
 from mosar.report.experiment import Experiment
 from mosar.report.formats import MISSING, count, duration, number, setting
-from mosar.report.tables import Column, Table, TableCell, figure_cell
+from mosar.report.tables import Column, Table, TableCell, field_table, whole
 
 # Where a dataset lay says nothing elsewhere, and seeds have a column of their own.
 _LEFT_OUT = ("data.folder", "data.seed", "train.seed")
@@ -44,7 +45,7 @@ def shared_settings_table(c: Comparison) -> Table:
         for key, value in (settings[0] if settings else {}).items()
         if all(other.get(key) == value for other in settings)
     ]
-    return _pairs("settings", "Settings of all variants", "", shared)
+    return _pairs("settings", "Settings of all variants", shared)
 
 
 def differing_settings_table(c: Comparison) -> Table:
@@ -82,7 +83,7 @@ def data_table(experiment: Experiment) -> Table:
             if setting(value) not in values:
                 values.append(setting(value))
     rows = [(key, "; ".join(values)) for key, values in found.items()]
-    return _pairs("data", "Data", "", rows)
+    return _pairs("data", "Data", rows)
 
 
 def _named(values: Any) -> Any:
@@ -105,20 +106,19 @@ def environment_table(experiment: Experiment) -> Table:
             if setting(value) not in values:
                 values.append(setting(value))
     rows = [(key, "; ".join(sorted(values))) for key, values in found.items()]
-    return _pairs("environment", "Software and machine", "", rows)
+    return _pairs("environment", "Software and machine", rows)
 
 
 def failures_table(experiment: Experiment) -> Table:
     """Cells that failed."""
-    return Table(
-        name="failures",
-        title="Cells that failed",
-        caption="They are in no figure of this report.",
-        columns=tuple(Column(name, numeric=False) for name in ("cell", "error", "when")),
-        rows=tuple(
-            (TableCell(f.cell, f.cell), TableCell(f.error), TableCell(f.when or MISSING, f.when))
-            for f in experiment.failures
-        ),
+    return field_table(
+        "failures",
+        "Cells that failed",
+        "They are in no figure of this report.",
+        experiment.failures,
+        ("cell", lambda failure: failure.cell, None),
+        ("error", lambda failure: failure.error, None),
+        ("when", lambda failure: failure.when or None, None),
     )
 
 
@@ -131,47 +131,40 @@ def flattened(values: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, A
             yield f"{prefix}{key}", value
 
 
-def _pairs(name: str, title: str, caption: str, rows: list[tuple[str, str]]) -> Table:
-    return Table(
-        name=name,
-        title=title,
-        caption=caption,
-        columns=(Column("setting", numeric=False), Column("value", numeric=False)),
-        rows=tuple((TableCell(key, key), TableCell(value or MISSING)) for key, value in rows),
+def _pairs(name: str, title: str, rows: Iterable[tuple[str, str]]) -> Table:
+    return field_table(
+        *(name, title, "", rows),
+        ("setting", lambda row: row[0], None),
+        ("value", lambda row: row[1] or None, None),
     )
 
 
 def runs_table(c: Comparison) -> Table:
     """Every training run with its budget."""
-    records = c.experiment.trainings
-    rows = []
-    for record in records.values():
-        last = record.valid_curve[-1][1] if record.valid_curve else None
+    runs = list(c.experiment.trainings.values())
+
+    def label(record: TrainingRecord) -> str:
         axis = ", ".join(f"{key} = {value}" for key, value in record.cell.grid.items())
-        rate = record.tokens / record.seconds if record.seconds else None
-        rows.append(
-            (
-                TableCell(c.looks[record.cell.variant].label + (f" ({axis})" if axis else "")),
-                TableCell(str(record.cell.seed), record.cell.seed),
-                TableCell(count(record.parameters), record.parameters),
-                TableCell(f"{record.step:,}", record.step),
-                TableCell(count(record.tokens), record.tokens),
-                figure_cell(last, lambda value: number(value, 4)),
-                figure_cell(record.seconds, duration),
-                figure_cell(rate, lambda value: f"{value:,.0f}"),
-                TableCell(record.created[:16].replace("T", " "), record.created),
-            )
-        )
-    return Table(
-        name="runs",
-        title="Training runs",
-        caption="Loss: of the last validation during training. Time: in steps, on a machine that "
-        "may have had other work.",
-        columns=(
-            Column("variant", numeric=False),
-            *(Column(name) for name in ("seed", "parameters", "steps", "tokens", "loss")),
-            *(Column(name) for name in ("time", "tokens/s", "recorded, UTC")),
-        ),
-        rows=tuple(rows),
-        keys=tuple(record.cell.variant for record in records.values()),
+        return c.looks[record.cell.variant].label + (f" ({axis})" if axis else "")
+
+    return field_table(
+        "runs",
+        "Training runs",
+        "Loss: of the last validation during training. Time: in steps, on a machine that may have "
+        "had other work.",
+        runs,
+        ("variant", label, None),
+        ("seed", lambda r: r.cell.seed, str),
+        ("parameters", lambda r: r.parameters, count),
+        ("steps", lambda r: r.step, whole),
+        ("tokens", lambda r: r.tokens, count),
+        ("loss", lambda r: r.valid_curve[-1][1] if r.valid_curve else None, _four_decimals),
+        ("time", lambda r: r.seconds, duration),
+        ("tokens/s", lambda r: r.tokens / r.seconds if r.seconds else None, whole),
+        ("recorded, UTC", lambda r: r.created, lambda created: created[:16].replace("T", " ")),
+        keys=(record.cell.variant for record in runs),
     )
+
+
+def _four_decimals(value: float) -> str:
+    return number(value, 4)

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
-
 from mosar.report.experiment import Experiment
 from mosar.report.formats import count, number, percent, share, times
-from mosar.report.tables import Column, Table, figure_cell
-
-# The heading of a column, what it shows of a row, and how; without that it is text.
-Field = tuple[str, Callable[[Any], Any], Callable[[float], str] | None]
+from mosar.report.tables import Table, field_table, whole
 
 
 def benchmark_table(experiment: Experiment) -> Table:
     """Rows of the attention benchmark."""
-    return _table(
+    return field_table(
         "benchmarks",
         "Attention benchmark",
         "Medians of interleaved rounds; a row whose result was outside of its error budget has no "
@@ -23,7 +17,7 @@ def benchmark_table(experiment: Experiment) -> Table:
         experiment.benchmarks,
         ("mode", lambda r: r.mode, None),
         ("shape", lambda r: r.shape, None),
-        ("length", lambda r: r.length, _whole),
+        ("length", lambda r: r.length, whole),
         ("density ρ", lambda r: r.density, share),
         ("SDPA, ms", lambda r: r.median_ms("sdpa"), _three_digits),
         ("ours, ms", lambda r: r.median_ms("ours"), _three_digits),
@@ -34,7 +28,7 @@ def benchmark_table(experiment: Experiment) -> Table:
 
 def decode_table(experiment: Experiment) -> Table:
     """One step of decoding against the length of its context."""
-    return _table(
+    return field_table(
         "decoding",
         "Decoding benchmark",
         "One step's attention; memory is what the regime cache holds over the keys and values of "
@@ -42,8 +36,8 @@ def decode_table(experiment: Experiment) -> Table:
         experiment.decode_benchmarks,
         ("shape", lambda r: r.shape, None),
         ("labels", lambda r: r.labels, None),
-        ("context", lambda r: r.length, _whole),
-        ("keys read", lambda r: r.keys_read, _whole),
+        ("context", lambda r: r.length, whole),
+        ("keys read", lambda r: r.keys_read, whole),
         ("SDPA, ms", lambda r: r.median_ms("sdpa"), _three_digits),
         ("ours, ms", lambda r: r.median_ms("ours"), _three_digits),
         ("speed-up", lambda r: r.speedup, times),
@@ -54,7 +48,7 @@ def decode_table(experiment: Experiment) -> Table:
 def training_speed_table(experiment: Experiment) -> Table:
     """Tokens a second of a training step, one row per competitor."""
     rows = [(r, name) for r in experiment.training_benchmarks for name in r.measurements]
-    return _table(
+    return field_table(
         "training-speed",
         "Training benchmark",
         "Medians over steps, in turn; a row with a wrong loss has no ratio.",
@@ -62,27 +56,11 @@ def training_speed_table(experiment: Experiment) -> Table:
         ("model", lambda row: row[1], None),
         ("preset", lambda row: row[0].preset, None),
         ("soft-caps", lambda row: row[0].setting, None),
-        ("length", lambda row: row[0].length, _whole),
+        ("length", lambda row: row[0].length, whole),
         ("parameters", lambda row: row[0].parameters.get(row[1]), count),
-        ("tokens/s", lambda row: row[0].tokens_per_second(row[1]), _whole),
+        ("tokens/s", lambda row: row[0].tokens_per_second(row[1]), whole),
         ("against rope", lambda row: row[0].ratio(row[1], "rope"), times),
     )
-
-
-def _table(name: str, title: str, caption: str, rows: Iterable[Any], *fields: Field) -> Table:
-    return Table(
-        name=name,
-        title=title,
-        caption=caption,
-        columns=tuple(Column(head, numeric=text is not None) for head, _, text in fields),
-        rows=tuple(
-            tuple(figure_cell(value(row), text or str) for _, value, text in fields) for row in rows
-        ),
-    )
-
-
-def _whole(value: float) -> str:
-    return f"{value:,.0f}"
 
 
 def _three_digits(value: float) -> str:

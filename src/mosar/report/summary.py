@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from mosar.records import TrainingRecord
@@ -184,61 +186,43 @@ def _claims(c: Comparison) -> str:
 
 def tiles(c: Comparison) -> list[Tile]:
     """The figures at the top; those that the records do not have are left out."""
-    found: list[Tile] = []
+    found: list[tuple[Estimate | None, Callable[[float], str], str, Callable[[Estimate], str]]] = []
     if BASELINE in c.evaluated and "mosar" in c.evaluated:
         for factor in dict.fromkeys(c.factors[:1] + c.factors[-1:]):
-            delta = c.delta("mosar", factor)
-            if delta is not None:
-                found.append(
-                    Tile(
-                        percent(delta.mean),
-                        f"MoSAR's perplexity against RoPE's at {times(factor)}",
-                        _beside(delta, paper_delta("mosar", factor), factor),
-                    )
-                )
-    if c.longest is None or "mosar" not in c.routed:
-        return found
-    far = times(c.longest)
-    gap = c.relative(Setting("mosar", c.longest, "top1"), Setting("mosar", c.longest, "soft"))
-    if gap is not None:
+            label = f"MoSAR's perplexity against RoPE's at {times(factor)}"
+            said = paper_delta("mosar", factor)
+            remark = partial(_beside, said=said, factor=factor)
+            found.append((c.delta("mosar", factor), percent, label, remark))
+    if c.longest is not None and "mosar" in c.routed:
+        far = times(c.longest)
+        soft, top1, sparse = (Setting("mosar", c.longest, r) for r in ("soft", "top1", "sparse"))
         said = paper_routing("mosar", c.longest).get("gap_pct")
-        found.append(
-            Tile(
-                percent(gap.mean),
-                f"top-1 against soft routing at {far}",
-                _beside(gap, said, c.longest),
-            )
-        )
-    rho = exact_density(c, "mosar", c.longest)
-    if rho is not None:
-        found.append(
-            Tile(
-                percent(rho.mean * 100, signed=False),
+        mass = c.estimate(sparse, mean_mass) or c.estimate(top1, mean_mass)
+        found += [
+            (
+                *(c.relative(top1, soft), percent, f"top-1 against soft routing at {far}"),
+                partial(_beside, said=said, factor=c.longest),
+            ),
+            (
+                *(exact_density(c, "mosar", c.longest), _of_all),
                 f"of the causal pairs evaluated by sparse attention at {far}",
-                f"ρ = {spread(rho, share)}",
-            )
-        )
-    for routing in ("sparse", "top1"):
-        mass = c.estimate(Setting("mosar", c.longest, routing), mean_mass)
-        if mass is not None:
-            found.append(
-                Tile(
-                    percent(mass.mean * 100, signed=False),
-                    f"of the attention is outside of the support at {far}",
-                    "mean over rows and layers",
-                )
-            )
-            break
-    ratio = time_ratio(c, "mosar")
-    if ratio is not None:
-        found.append(
-            Tile(
-                f"{number(ratio.mean, 2)}×",
+                lambda rho: f"ρ = {spread(rho, share)}",
+            ),
+            (
+                *(mass, _of_all, f"of the attention is outside of the support at {far}"),
+                lambda _: "mean over rows and layers",
+            ),
+            (
+                *(time_ratio(c, "mosar"), lambda ratio: f"{number(ratio, 2)}×"),
                 f"as fast with sparse as with top-1 routing at {far}",
-                "the same checkpoint and text, in turn",
-            )
-        )
-    return found
+                lambda _: "the same checkpoint and text, in turn",
+            ),
+        ]
+    return [Tile(text(e.mean), label, remark(e)) for e, text, label, remark in found if e]
+
+
+def _of_all(portion: float) -> str:
+    return percent(portion * 100, signed=False)
 
 
 def _beside(estimate: Estimate, said: float | None, factor: float) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -99,9 +99,38 @@ def _theirs(value: float | None, text: Callable[[float], str]) -> TableCell:
     return TableCell(MISSING if value is None else text(value), value, muted=True)
 
 
-def figure_cell(value: float | None, text: Callable[[float], str]) -> TableCell:
+def figure_cell(value: Any, text: Callable[[Any], str]) -> TableCell:
     """A figure, or that there is none."""
     return TableCell(MISSING) if value is None else TableCell(text(value), value)
+
+
+# The heading of a column, what it shows of a row, and how; without that it is text.
+Field = tuple[str, Callable[[Any], Any], Callable[[Any], str] | None]
+
+
+def field_table(
+    name: str,
+    title: str,
+    caption: str,
+    rows: Iterable[Any],
+    *fields: Field,
+    keys: Iterable[str] = (),
+) -> Table:
+    """A table with one row per record."""
+    return Table(
+        name=name,
+        title=title,
+        caption=caption,
+        columns=tuple(Column(head, numeric=text is not None) for head, _, text in fields),
+        rows=tuple(
+            tuple(figure_cell(value(row), text or str) for _, value, text in fields) for row in rows
+        ),
+        keys=tuple(keys),
+    )
+
+
+def whole(value: float) -> str:
+    return f"{value:,.0f}"
 
 
 def _plain(text: str, sort: float | str | None = None) -> TableCell:
