@@ -30,8 +30,8 @@ MAY_IMPORT = {
         *("torch", "mosar.attention", "mosar.core", "mosar.geometries", "mosar.kernels"),
     },
     "report": {
-        *("torch", "matplotlib", "rich", "mosar.core", "mosar.records"),
-        "mosar.report",
+        *("torch", "jinja2", "markupsafe", "matplotlib", "rich"),
+        *("mosar.core", "mosar.geometries", "mosar.records", "mosar.report"),
     },
     "data": {
         *("torch", "numpy", "rich", "tokenizers", "datasets", "pyarrow"),

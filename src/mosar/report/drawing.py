@@ -182,7 +182,7 @@ def _draw_chart(chart: Chart) -> Picture:
         told = {"label": series.name.replace(", ", " · "), "t": "|".join(p.text for p in values)}
         line = moving(((p.x, p.y) for p in values), "series", **which, **told)
         groups[_gid(series)] = line | {"style": colour(series.look)}
-        if band := _band(series):
+        if band := _band(chart, series):
             groups[f"{_gid(series)}-band"] = moving(band, "band", **which)
     if chart.line_at is not None:
         ends = ((x, chart.line_at) for x in axes.get_xlim())
@@ -221,11 +221,13 @@ def _drawable(chart: Chart, series: Series) -> list[Any]:
     return [point for point in series.points if not chart.y_log or point.y > 0]
 
 
-def _band(series: Series) -> list[tuple[float, float]]:
+def _band(chart: Chart, series: Series) -> list[tuple[float, float]]:
     """The outline of one standard deviation up and down; empty without one."""
-    ends = [(p.x, p.low, p.high) for p in series.points]
+    ends = [(p.x, p.low, p.high) for p in _drawable(chart, series)]
     up = [(x, high) for x, _, high in ends if high is not None]
-    return up + [(x, low) for x, low, _ in reversed(ends) if low is not None]
+    # A logarithmic axis has no place for what lies below zero.
+    least = y_domain(chart, [series])[0] if chart.y_log else -math.inf
+    return up + [(x, max(low, least)) for x, low, _ in reversed(ends) if low is not None]
 
 
 def _paint(axes: Axes, chart: Chart) -> None:
@@ -304,7 +306,7 @@ def _paint_series(axes: Axes, chart: Chart, series: Series, zorder: float) -> No
         gid=_gid(series),
         zorder=zorder + (not series.in_legend),
     )
-    if band := _band(series):
+    if band := _band(chart, series):
         axes.fill(
             *zip(*band, strict=True), color=colour, alpha=0.13, linewidth=0, zorder=2,
             gid=f"{_gid(series)}-band",
