@@ -104,7 +104,7 @@ def test_a_former_report_is_replaced_and_nothing_else(tmp_path):
     assert (out / "figures" / "perplexity_by_length.svg").exists()
     assert (out / "figures" / "mine.png").read_bytes() == b"mine"
     assert (out / "notes.txt").read_text() == "mine"
-    assert not list(out.rglob("*.tmp"))
+    assert not list(out.rglob(".*"))
 
 
 def named(folder, variant, task, grid):
