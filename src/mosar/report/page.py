@@ -55,7 +55,7 @@ def render_page(
     )
     environment.filters |= {"colour": colour}
     template = environment.from_string(str(_asset("page.html")))
-    return template.render(
+    page = template.render(
         name=c.experiment.name,
         abstract=abstract(c),
         tiles=tiles(c),
@@ -74,6 +74,8 @@ def render_page(
         script=script,
         policy=_policy(style, script),
     )
+    # Macros leave empty lines.
+    return page.lstrip() + "\n"
 
 
 def _asset(name: str) -> Markup:
