@@ -68,7 +68,7 @@ BOX = (70, 20, 438, 250)
 SIZE = (520, 314)
 _TITLE = 24
 _PADDING = 0.06
-_FEWEST_TICKS = 4
+_FEWEST_TICKS, _MOST_TICKS = 4, 250
 _MOST_MARKERS = 24
 # matplotlib's name, whether it is filled, and its size.
 _MARKERS = {
@@ -150,6 +150,9 @@ def draw_charts(charts: Sequence[Chart]) -> Figure:
                     frameon=False, loc="center left", bbox_to_anchor=(1.02, 0.5), fontsize=11
                 )
                 legend.set_gid("legend")
+                listed = (series for series in chart.series if series.in_legend)
+                for series, handle in zip(listed, legend.legend_handles, strict=True):
+                    handle.set_gid(f"{_gid(series)}-sample")
                 start += legend.get_window_extent().width
         figure.set_size_inches(start / 72, height / 72)
         for axes, x in places:
@@ -384,10 +387,13 @@ def tick_label(value: float, decimals: int | None, unit: str = "") -> str:
 
 def _levels_of_any_choice(chart: Chart) -> Iterator[Ticks]:
     """The levels of ticks that page.js may need, whichever series it shows."""
-    views = [y_domain(chart, [series]) for series in chart.series]
+    # Alone, and among others, where a cap counts.
+    views = [y_domain(chart, [s] * times) for s in chart.series for times in (1, 2)]
     views.append(y_domain(chart, chart.series))
     low, high = min(low for low, _ in views), max(high for _, high in views)
     for level in tick_levels(low, high, log=chart.y_log, unit=chart.unit):
+        if len(level) > _MOST_TICKS:
+            return
         yield level
         if all(sum(a <= v <= b for v, _ in level) >= _FEWEST_TICKS for a, b in views):
             return

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from copy import deepcopy
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 
@@ -27,6 +28,7 @@ def inline(picture: Picture, name: str) -> tuple[Markup, list[Markup]]:
             legend = child if kind == "legend" else legend
             if kind in ("legend", "ground") or _local(child.tag) in ("metadata", "style"):
                 parent.remove(child)
+    _complete(root, legend, picture)
     colours = THEME | {k.light: f"light-dark({k.light}, {k.dark})" for k in picture.looks}
     for element in [*root.iter(), *legend.iter()]:
         _adapt(element, picture, name, colours)
@@ -34,6 +36,33 @@ def inline(picture: Picture, name: str) -> tuple[Markup, list[Markup]]:
     root.attrib = {"viewBox": f"0 0 {width:g} {height:g}", "role": "img"}
     root.attrib |= {"aria-label": picture.label} | picture.attributes
     return _markup(root), [_markup(sample) for sample in _samples(legend)]
+
+
+def _complete(root: Element, legend: Element, picture: Picture) -> None:
+    """matplotlib leaves out a line or its markers where all are outside of the picture; page.js may
+    show them, so they are copied from the legend."""
+    clip = next((f"url(#{e.get('id')})" for e in root.iter() if _local(e.tag) == "clipPath"), "")
+    groups = {group.get("id"): group for group in root.iter()}
+    for sample in legend:
+        identity = (sample.get("id") or "").removesuffix("-sample")
+        if identity not in picture.groups:
+            continue
+        drawn = {_local(part.tag) for part in groups[identity].iter() if part.get("d") != ""}
+        if {"path", "use"} & {_local(part.tag) for part in sample.iter()} <= drawn:
+            continue
+        values = picture.groups[identity]
+        places = [*zip(values["data-x"].split(), values["data-y"].split(), strict=True)]
+        markers = [part for part in groups[identity] if _local(part.tag) == "defs"]
+        groups[identity][:] = markers + deepcopy(sample[:])
+        for part in groups[identity]:
+            if _local(part.tag) != "defs":
+                part.set("clip-path", clip)
+            if _local(part.tag) == "path":
+                part.set("d", "M" + "L".join(map(" ".join, places)))
+        for dot in groups[identity].iter():
+            if _local(dot.tag) == "use":
+                dot.attrib |= dict(zip("xy", places[0], strict=True))
+        sample[:] = [part for part in sample if _local(part.tag) != "defs"]
 
 
 def _local(name: str) -> str:

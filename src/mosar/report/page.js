@@ -37,10 +37,11 @@
   function rescale(svg) {
     const lines = visible(svg), { cap, base } = svg.dataset, [, top, , height] = numbers(svg.dataset.box);
     if (!svg.dataset.ticks || !lines.some((line) => line.matches(".series"))) return;
-    let ys = lines.flatMap((line) => numbers(line.dataset.y));
+    const of = (selector) => lines.filter((line) => line.matches(selector)).flatMap((line) => numbers(line.dataset.y));
+    let ys = of("[data-key]");
     const inside = ys.filter((y) => y >= Number(cap));
     if (cap && inside.length && lines.filter((line) => line.matches(".series")).length > 1) ys = inside;
-    if (base) ys.push(Number(base));
+    ys.push(...of(".level"), ...(base ? [Number(base)] : []));
     let high = Math.min(...ys), low = Math.max(...ys);
     const air = (low - high || height / 10) * 0.06;
     high -= air;
@@ -62,9 +63,11 @@
     const shown = (level) => level.filter(([y]) => move(y) >= top - 0.1 && move(y) <= top + height + 0.1);
     const levels = JSON.parse(svg.dataset.ticks).map(shown);
     const level = levels.find((ticks) => ticks.length >= 4) ?? levels.at(-1);
-    const old = all(".tick", svg), start = Number(old[0].querySelector("path").getAttribute("d").split(" ")[2]);
-    old[0].parentNode.prepend(...level.map(([y, label]) => {
-      const made = old[0].cloneNode(true);
+    const axis = svg.querySelector(".y-axis"), old = all(".tick", svg);
+    axis.model ??= old[0].cloneNode(true);
+    const start = Number(axis.model.querySelector("path").getAttribute("d").split(" ")[2]);
+    axis.prepend(...level.map(([y, label]) => {
+      const made = axis.model.cloneNode(true);
       made.setAttribute("transform", `translate(0 ${(move(y) - start).toFixed(1)})`);
       made.querySelector("text").textContent = label;
       return made;
