@@ -152,7 +152,8 @@ def draw_charts(charts: Sequence[Chart]) -> Figure:
                 legend.set_gid("legend")
                 listed = (series for series in chart.series if series.in_legend)
                 for series, handle in zip(listed, legend.legend_handles, strict=True):
-                    handle.set_gid(f"{_gid(series)}-sample")
+                    if handle is not None:
+                        handle.set_gid(f"{_gid(series)}-sample")
                 start += legend.get_window_extent().width
         figure.set_size_inches(start / 72, height / 72)
         for axes, x in places:
@@ -329,7 +330,9 @@ def y_domain(chart: Chart, series: Sequence[Series]) -> tuple[float, float]:
         return chart.y_domain
     ends = [v for s in series for p in s.points for v in (p.y, p.low, p.high) if v is not None]
     if chart.cap is not None and len(series) > 1:
-        ends = [value for value in ends if value <= chart.cap] or ends
+        inside = [value for value in ends if value <= chart.cap]
+        # A cap that would hide nearly everything does not count; page.js has the same rule.
+        ends = inside if 4 * len(inside) >= len(ends) else ends
     ends += [] if chart.line_at is None else [chart.line_at]
     ends += [0.0] if chart.y_zero else []
     to, back = (math.log, math.exp) if chart.y_log else (float, float)

@@ -40,7 +40,7 @@
     const of = (selector) => lines.filter((line) => line.matches(selector)).flatMap((line) => numbers(line.dataset.y));
     let ys = of("[data-key]");
     const inside = ys.filter((y) => y >= Number(cap));
-    if (cap && inside.length && lines.filter((line) => line.matches(".series")).length > 1) ys = inside;
+    if (cap && 4 * inside.length >= ys.length && lines.filter((line) => line.matches(".series")).length > 1) ys = inside;
     ys.push(...of(".level"), ...(base ? [Number(base)] : []));
     let high = Math.min(...ys), low = Math.max(...ys);
     const air = (low - high || height / 10) * 0.06;
