@@ -145,15 +145,12 @@ def test_axes_follow_what_is_visible(tab):
     assert tab.evaluate("document.getElementById('all').hidden") is True
     for (label, y), (was, was_y) in zip(axis(tab), labels, strict=True):
         assert label == was and y == pytest.approx(was_y, abs=1)
-    # What matplotlib had cut off at the picture's edge is whole now.
-    pairs = [
-        (new, old)
-        for new, old in zip(drawn(), before, strict=True)
-        if len(new) == len(old) and min(old[1::2]) >= 0
-    ]
-    assert len(pairs) >= 0.8 * len(before)
+    # What matplotlib had cut off at the picture's edge is whole now; of a band without width it had
+    # left out the last point.
+    pairs = [(a, b) for a, b in zip(drawn(), before, strict=True) if min(b[1::2]) >= 0]
+    assert len(pairs) >= 0.85 * len(before)
     for new, old in pairs:
-        assert new == pytest.approx(old, abs=0.15)
+        assert new[: len(old)] == pytest.approx(old, abs=0.15) and len(new) - len(old) in (0, 2)
 
 
 def colours(tab):

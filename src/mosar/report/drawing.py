@@ -244,6 +244,8 @@ def _paint(axes: Axes, chart: Chart) -> None:
     )
     axes.yaxis.set_gid("y-axis")
     axes.yaxis.label.set_gid("y-name")
+    # Far enough left for the widest labels of ticks, of any choice of series.
+    axes.yaxis.set_label_coords(-0.12, 0.5)
     axes.spines[:].set_visible(False)
     axes.grid(axis="y", color=GRID, linewidth=1)
     axes.set_axisbelow(True)
