@@ -42,7 +42,7 @@ def test_one_line_per_distinct_pair_with_the_kernels_values(config):
     assert len(pairs) == config.num_regimes * (config.num_regimes + 1) // 2
     gates = RegimeKernel(config)(torch.arange(97), torch.float64)
     for (m, n), name in pairs.items():
-        line = lines[f"series-pair-{name}"]
+        line = lines[f"gate-{name}"]
         assert line.get_xdata().tolist() == list(range(97))
         assert torch.equal(torch.as_tensor(line.get_ydata()), gates[:, m, n])
 
@@ -55,7 +55,7 @@ def test_kernels_of_the_default_geometry():
     (axes,) = figure.axes
     assert axes.get_xscale() == "linear"
     assert axes.get_xticks().tolist() == [0, 128, 320, 512, 1088, 1280, 2048]
-    line = lines_of(figure)["series-pair-SS"]
+    line = lines_of(figure)["gate-SS"]
     # Where a gate falls it is drawn closely.
     falling = [x for x in line.get_xdata() if 96 <= x <= 128]
     assert len(falling) >= 25 and line.get_xdata()[-1] == 2304
@@ -104,14 +104,14 @@ def test_speedup_lines_show_the_records():
     records += [benchmark_of(1024, 3.0, heads=4), make_wrong_benchmark(length=512)]
     figure = draw_speedup(records)
     lines = lines_of(figure)
-    line = lines["series-shape-8x1x256"]
+    line = lines["speedup-8x1x256"]
     assert line.get_xdata().tolist() == [1024, 2048, 4096]
     assert line.get_ydata().tolist() == [0.5, 2.0, 4.0]
-    assert lines["series-shape-4x1x256"].get_xdata().tolist() == [1024]
-    assert lines["series-ideal"].get_ydata() == pytest.approx([10, 10, 10])
-    ring = lines["series-shape-8x1x256-break-even"]
+    assert lines["speedup-4x1x256"].get_xdata().tolist() == [1024]
+    assert lines["ideal"].get_ydata() == pytest.approx([10, 10, 10])
+    ring = lines["speedup-8x1x256-break-even"]
     assert ring.get_xdata() == pytest.approx([1024 * 2**0.5])
-    assert "series-shape-4x1x256-break-even" not in lines
+    assert "speedup-4x1x256-break-even" not in lines
     assert legend_of(figure)[:2] == [
         "8x1x256: faster from 1448",
         "4x1x256: faster from 1024 or less",

@@ -101,7 +101,7 @@ def test_a_panel_a_length_with_both_lines():
     figure = draw_frontier({2048: (points, points[:1]), 4096: (points, [])})
     assert [axes.get_title(loc="left") for axes in figure.axes] == ["2,048 tokens", "4,096 tokens"]
     lines = {line.get_gid(): line for line in figure.axes[0].lines}
-    assert list(lines["series-learned routing, sparse"].get_ydata()) == pytest.approx([5, 2])
+    assert list(lines["learned routing, sparse"].get_ydata()) == pytest.approx([5, 2])
     with pytest.raises(ValueError, match="no frontier"):
         draw_frontier({2048: ([], [])})
 

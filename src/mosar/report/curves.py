@@ -248,7 +248,7 @@ def speedup_charts(records: Iterable[AttentionBenchmark]) -> list[Chart]:
 def _speedup_chart(rows: Sequence[AttentionBenchmark], mode: str) -> Chart:
     """One line per shape with its break-even point, beside 1/rho."""
     series = []
-    for line in _speedup_lines(rows, lambda record: record.shape, "shape"):
+    for line in _speedup_lines(rows, lambda record: record.shape, "speedup"):
         even = break_even([p.x for p in line.points], [p.y for p in line.points])
         if even is None:
             remark = "slower at the end"

@@ -139,7 +139,7 @@ def draw_charts(charts: Sequence[Chart]) -> Figure:
         names = [[line.name for line in chart.series] for chart in charts]
         for chart, labels, following in zip(charts, names, [*names[1:], []], strict=True):
             axes = figure.add_axes((0, 0, 1, 1))
-            axes.patch.set_gid("ground")
+            axes.patch.set_gid("part-ground")
             _paint(axes, chart)
             places.append((axes, start))
             start += SIZE[0]
@@ -149,7 +149,7 @@ def draw_charts(charts: Sequence[Chart]) -> Figure:
                 legend = axes.legend(
                     frameon=False, loc="center left", bbox_to_anchor=(1.02, 0.5), fontsize=11
                 )
-                legend.set_gid("legend")
+                legend.set_gid("part-legend")
                 listed = (series for series in chart.series if series.in_legend)
                 for series, handle in zip(listed, legend.legend_handles, strict=True):
                     if handle is not None:
@@ -179,7 +179,7 @@ def _draw_chart(chart: Chart) -> Picture:
         named = {f"data-{name}": value for name, value in (data | places).items() if value}
         return {"class": f"moves {kind}"} | named
 
-    groups = {"y-axis": {"class": "y-axis"}, "y-name": {"class": "y-name"}}
+    groups = {f"part-{name}": {"class": name} for name in ("y-axis", "y-name")}
     for series in chart.series:
         values = _drawable(chart, series)
         which = {"key": series.key, "note": series.note}
@@ -190,7 +190,7 @@ def _draw_chart(chart: Chart) -> Picture:
             groups[f"{_gid(series)}-band"] = moving(band, "band", **which)
     if chart.line_at is not None:
         ends = ((x, chart.line_at) for x in axes.get_xlim())
-        groups["level"] = moving(ends, "level")
+        groups["part-level"] = moving(ends, "level")
     stops = [[round(to_x(x), 1), label] for x, label in chart.stops]
     attributes = {
         "data-box": _numbers(BOX),
@@ -218,7 +218,7 @@ def _numbers(values: Iterable[float]) -> str:
 
 
 def _gid(series: Series) -> str:
-    return f"series-{series.key}" + (f"-{series.note}" if series.note else "")
+    return series.key + (f"-{series.note}" if series.note else "")
 
 
 def _drawable(chart: Chart, series: Series) -> list[Any]:
@@ -242,8 +242,8 @@ def _paint(axes: Axes, chart: Chart) -> None:
         xlabel=chart.x_label,
         ylabel=chart.y_label,
     )
-    axes.yaxis.set_gid("y-axis")
-    axes.yaxis.label.set_gid("y-name")
+    axes.yaxis.set_gid("part-y-axis")
+    axes.yaxis.label.set_gid("part-y-name")
     # Far enough left for the widest labels of ticks, of any choice of series.
     axes.yaxis.set_label_coords(-0.12, 0.5)
     axes.spines[:].set_visible(False)
@@ -253,7 +253,7 @@ def _paint(axes: Axes, chart: Chart) -> None:
         # The first lies highest: where plateaus of gates coincide, the one that falls is seen.
         _paint_series(axes, chart, series, 3 - place / 100)
     if chart.line_at is not None:
-        axes.axhline(chart.line_at, color=EDGE, linewidth=1.4, zorder=1.5, gid="level")
+        axes.axhline(chart.line_at, color=EDGE, linewidth=1.4, zorder=1.5, gid="part-level")
     for mark in chart.marks:
         axes.axvline(mark.x, color=EDGE, linewidth=1, linestyle=(0, (3, 3)), zorder=1.5)
         at = {"transform": axes.get_xaxis_transform(), "ha": "center", "va": "bottom"}
@@ -406,7 +406,7 @@ def _levels_of_any_choice(chart: Chart) -> Iterator[Ticks]:
 
 def _new_figure(width: float, height: float) -> Figure:
     figure = Figure(figsize=(width / 72, height / 72), dpi=72)
-    figure.patch.set_gid("ground")
+    figure.patch.set_gid("part-ground")
     return figure
 
 
@@ -421,7 +421,7 @@ def _draw_bars(bars: Bars) -> Picture:
         for index, (title, panel) in enumerate(bars.panels):
             corner = (left + index * (wide + gap)) / (width + 90), 50 / height
             axes = figure.add_axes((*corner, wide / (width + 90), 216 / height))
-            axes.patch.set_gid("ground")
+            axes.patch.set_gid("part-ground")
             axes.spines[:].set_visible(False)
             axes.grid(axis="y", color=GRID, linewidth=1)
             axes.set_axisbelow(True)
@@ -444,7 +444,7 @@ def _draw_bars(bars: Bars) -> Picture:
             axes.set_xticks(range(1, len(panel) + 1, -(-len(panel) // 9) or 1))
             axes.tick_params(axis="x", length=0)
         legend = figure.axes[-1].legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
-        legend.set_gid("legend")
+        legend.set_gid("part-legend")
     means = [
         f"{title}: "
         + ", ".join(_shares(bars, [sum(part) / len(panel) for part in zip(*panel, strict=True)]))
@@ -510,7 +510,7 @@ def _paint_support(axes: Axes, grid: SupportGrid) -> None:
     axes.add_patch(PathPatch(net, edgecolor=SURFACE, facecolor="none", linewidth=0.45))
     axes.set(xlim=(-0.3, n + 0.3), ylim=(n + 0.3, -0.3), aspect="equal", xticks=[], yticks=[])
     axes.spines[:].set_visible(False)
-    axes.patch.set_gid("ground")
+    axes.patch.set_gid("part-ground")
 
 
 def _outlines(boxes: Iterable[tuple[float, float, float, float]]) -> Path:

@@ -25,8 +25,8 @@ def inline(picture: Picture, name: str) -> tuple[Markup, list[Markup]]:
     for parent in [*root.iter()]:
         for child in [*parent]:
             kind = child.get("id")
-            legend = child if kind == "legend" else legend
-            if kind in ("legend", "ground") or _local(child.tag) in ("metadata", "style"):
+            legend = child if kind == "part-legend" else legend
+            if kind in ("part-legend", "part-ground") or _local(child.tag) in ("metadata", "style"):
                 parent.remove(child)
     _complete(root, legend, picture)
     colours = THEME | {k.light: f"light-dark({k.light}, {k.dark})" for k in picture.looks}

@@ -54,7 +54,7 @@ def decay_chart(config: MoSARConfig, max_distance: int | None = None) -> Chart:
         last = ", no decay" if name == [*pairs.values()][-1] else ""
         series.append(
             Series(
-                key=f"pair-{name}",
+                key=f"gate-{name}",
                 look=replace(looks[name], label=f"{name} {reach}{last}"),
                 points=tuple(
                     Point(d, g, share(g))
