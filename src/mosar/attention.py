@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from mosar.core.bias import Bias, DistanceBias, MixtureBias, routed_bias
+from mosar.core.bias import Bias, DistanceBias, LabelBias, MixtureBias, routed_bias
+from mosar.core.choice_gradient import LearnChoices, choice_gradient
 from mosar.core.config import MoSARConfig, check_config
 from mosar.core.inputs import DTYPES, NotANumber, check_attention_inputs
 from mosar.core.layout import Layout, can_check_values
@@ -120,16 +122,20 @@ def _attend(
     impl: str,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """By the implementation that serves, which is told a scale and groups whatever was given."""
-    backend = _backend(_choose_implementation(impl, q, k, _learned(bias)))
-    output, lse = backend.attend(
-        q,
-        k,
-        v,
-        layout,
-        bias,
-        scale=1 / math.sqrt(q.shape[-1]) if scale is None else float(scale),
-        softcap=None if softcap is None else float(softcap),
-    )
+    impl = _choose_implementation(impl, q, k, _learned(bias))
+    backend = _backend(impl)
+    options = {
+        "scale": 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale),
+        "softcap": None if softcap is None else float(softcap),
+    }
+    output, lse = backend.attend(q, k, v, layout, bias, **options)
+    if isinstance(bias, LabelBias) and bias.learned is not None:
+        gradient = backend.choice_gradient if impl == "native" else choice_gradient
+        compute = partial(gradient, **options)
+        tensors = (x.detach() for x in (lse, q, k, v))
+        output = LearnChoices.apply(
+            output, *tensors, bias.learned.query, bias.learned.key, layout, bias, compute
+        )
     return (output, lse) if return_lse else output
 
 

@@ -37,6 +37,18 @@ class MixtureBias:
 
 
 @dataclass(frozen=True)
+class RoutingToLearn:
+    """Probabilities that take the gradient of hard routing (`mosar.core.choice_gradient`)."""
+
+    query: Tensor
+    """[B, Gr, T, R], those that the labels were chosen by."""
+    key: Tensor
+    """[B, Gr, S, R]."""
+    queries: Tensor | None = None
+    """[n] int64: the gradient is estimated from these queries; None: from all."""
+
+
+@dataclass(frozen=True)
 class LabelBias:
     """One regime per token: top-1 routing, or sparse routing where pairs end at the reach."""
 
@@ -46,6 +58,8 @@ class LabelBias:
     """[B, Gr, S]."""
     config: MoSARConfig
     ends_at_reach: bool
+    learned: RoutingToLearn | None = None
+    """None: the labels are constants, and no gradient reaches a routing."""
 
     @property
     def groups(self) -> int:

@@ -9,7 +9,7 @@ Shapes: B batch (1 where all rows are alike), T queries, S keys.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 
 import torch
@@ -60,6 +60,16 @@ class Layout:
             same_BTS = self.query_segments[:, :, None] == self.key_segments[:, None, :]
             exists_BTS = exists_BTS & same_BTS
         return exists_BTS
+
+    def of_queries(self, queries: Tensor) -> Layout:
+        """The layout of some of the queries [n] and all keys."""
+        segments = self.query_segments
+        return replace(
+            self,
+            query_positions=self.query_positions[:, queries],
+            query_segments=None if segments is None else segments[:, queries],
+            default_positions=False,
+        )
 
     def max_distance(self) -> int:
         """The largest distance of any pair that exists, or -1 where none does."""

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from mosar.core.bias import Bias, DistanceBias, LabelBias
+from mosar.core.choice_gradient import choice_gradient as core_choice_gradient
 from mosar.core.config import Gate, MoSARConfig
-from mosar.core.hard_domain import class_reach
+from mosar.core.hard_domain import class_reach, key_classes
 from mosar.core.layout import Layout, is_traced, resolve_layout
 from mosar.core.regimes import pair_geometry
 from mosar.kernels.autograd import GEOMETRY, NONE, TABLE, WORTH, register_attention
@@ -116,6 +117,59 @@ def attend(
         gate=config.gate,
         epsilon=epsilon,
     )
+
+
+def choice_gradient(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    layout: Layout,
+    bias: LabelBias,
+    *,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    """As `mosar.core.choice_gradient`, in one pass over the keys."""
+    config, batch = bias.config, len(q)
+    if not has_table(config):
+        return core_choice_gradient(
+            *(q, k, v, dout, lse, delta, layout, bias), scale=scale, softcap=softcap
+        )
+
+    def rows(x: Tensor | None) -> Tensor | None:
+        return None if x is None else x.expand(batch, -1).contiguous()
+
+    def as_float(x: Tensor) -> Tensor:
+        x = x.float()
+        return x if x.stride(-1) == 1 else x.contiguous()
+
+    return torch.ops.mosar.choice_gradient(
+        *(as_float(x) for x in (q, k, v, dout)),
+        lse.float().contiguous(),
+        delta.float().contiguous(),
+        bias.query.contiguous(),
+        key_classes(bias.key, config, layout).contiguous(),
+        rows(layout.query_positions),
+        rows(layout.key_positions),
+        rows(layout.query_segments),
+        rows(layout.key_segments),
+        rows(layout.key_valid),
+        _gates_by_distance(config),
+        torch.iinfo(torch.int32).max if layout.window is None else layout.window,
+        scale,
+        softcap or 0.0,
+    )
+
+
+@cached_table
+def _gates_by_distance(config: MoSARConfig) -> Tensor:
+    """Hard gates, [length, R, C]: all that a pair at one distance can ask for stands together."""
+    gate_RCd = gate_table(config)
+    beyond = torch.arange(gate_RCd.shape[2]) > class_reach(config)[..., None]
+    return gate_RCd.masked_fill(beyond, 0.0).permute(2, 0, 1).contiguous()
 
 
 def _is_short(num_keys: int) -> bool:

@@ -9,6 +9,7 @@
 #include <tuple>
 
 #include "attention.h"
+#include "choice_gradient.h"
 #include "decode.h"
 #include "elementwise.h"
 #include "plan.h"
@@ -445,6 +446,51 @@ std::tuple<Tensor, Tensor> cache_attend(
   return {out, lse};
 }
 
+std::tuple<Tensor, Tensor> choice_gradient(
+    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& dout, const Tensor& lse,
+    const Tensor& delta, const Tensor& labels_q, const Tensor& classes_k, const Tensor& pos_q,
+    const Tensor& pos_k, const std::optional<Tensor>& segment_q, const std::optional<Tensor>& segment_k,
+    const std::optional<Tensor>& valid_k, const Tensor& table, int64_t window, double scale,
+    double softcap) {
+  mosar::ChoiceProblem p{};
+  p.q = matrix(q, "q"), p.k = matrix(k, "k"), p.v = matrix(v, "v"), p.dout = matrix(dout, "dout");
+  p.batch = q.size(0), p.query_heads = q.size(1), p.queries = q.size(2), p.dim = q.size(3);
+  p.kv_heads = k.size(1), p.keys = k.size(2);
+  check(labels_q.dim() == 3 && classes_k.dim() == 3, "labels must be [B, Gr, T]");
+  p.groups = labels_q.size(1);
+  for (const Tensor& other : {k, v})
+    check(other.size(0) == p.batch && other.size(1) == p.kv_heads && other.size(2) == p.keys &&
+              other.size(3) == p.dim,
+          "k and v must have the same shape, with the rows and dimensions of q");
+  for (int64_t i = 0; i < 4; ++i) check(dout.size(i) == q.size(i), "dout must have the shape of q");
+  check(p.kv_heads > 0 && p.query_heads % p.kv_heads == 0, "heads of q: a multiple of those of k");
+  check(p.groups > 0 && p.kv_heads % p.groups == 0, "groups must divide the heads of k");
+  check(table.dim() == 3 && table.size(0) > 0, "table must be [length, regimes, columns]");
+  p.length = table.size(0), p.regimes = table.size(1), p.columns = table.size(2);
+  check(p.columns == p.regimes || p.columns == p.regimes + 1, "a column per regime, and one for sinks");
+  p.table = data<float>(table, "table", {p.length, p.regimes, p.columns});
+  p.lse = data<float>(lse, "lse", {p.batch, p.query_heads, p.queries});
+  p.delta = data<float>(delta, "delta", {p.batch, p.query_heads, p.queries});
+  p.label_q = data<int64_t>(labels_q, "labels_q", {p.batch, p.groups, p.queries});
+  p.class_k = data<int64_t>(classes_k, "classes_k", {p.batch, p.groups, p.keys});
+  p.pos_q = data<int64_t>(pos_q, "pos_q", {p.batch, p.queries});
+  p.pos_k = data<int64_t>(pos_k, "pos_k", {p.batch, p.keys});
+  p.segment_q = data<int64_t>(segment_q, "segment_q", {p.batch, p.queries});
+  p.segment_k = data<int64_t>(segment_k, "segment_k", {p.batch, p.keys});
+  p.valid_k = data<bool>(valid_k, "valid_k", {p.batch, p.keys});
+  for (int64_t i = 0; i < p.batch * p.groups * p.queries; ++i)
+    check(p.label_q[i] >= 0 && p.label_q[i] < p.regimes, "labels_q must be regimes");
+  for (int64_t i = 0; i < p.batch * p.groups * p.keys; ++i)
+    check(p.class_k[i] >= 0 && p.class_k[i] < p.columns, "classes_k must be columns");
+  p.window = window, p.scale = static_cast<float>(scale), p.softcap = static_cast<float>(softcap);
+  Tensor dpi_q = empty(q, {p.batch, p.groups, p.queries, p.regimes}, ScalarType::Float);
+  Tensor dpi_k = empty(q, {p.batch, p.groups, p.keys, p.regimes}, ScalarType::Float);
+  std::fill_n(floats(dpi_k), p.batch * p.groups * p.keys * p.regimes, 0.0f);
+  const mosar::Parallel threads = parallel();
+  mosar::ChoiceGradient(p, threads).run(floats(dpi_q), floats(dpi_k));
+  return {dpi_q, dpi_k};
+}
+
 }  // namespace
 
 #define MOSAR_PROBLEM                                                                             \
@@ -461,6 +507,11 @@ STABLE_TORCH_LIBRARY(mosar, m) {
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)");
   m.def(
       "rms_norm_backward(Tensor gradient, Tensor x, Tensor inverse, Tensor weight) "
+      "-> (Tensor, Tensor)");
+  m.def(
+      "choice_gradient(Tensor q, Tensor k, Tensor v, Tensor dout, Tensor lse, Tensor delta, "
+      "Tensor labels_q, Tensor classes_k, Tensor pos_q, Tensor pos_k, Tensor? segment_q, "
+      "Tensor? segment_k, Tensor? valid_k, Tensor table, int window, float scale, float softcap) "
       "-> (Tensor, Tensor)");
   m.def("geglu(Tensor gate, Tensor up) -> Tensor");
   m.def("geglu_backward(Tensor gradient, Tensor gate, Tensor up) -> (Tensor, Tensor)");
@@ -481,6 +532,7 @@ STABLE_TORCH_LIBRARY_IMPL(mosar, CPU, m) {
   m.impl("attend", TORCH_BOX(&attend));
   m.impl("rms_norm", TORCH_BOX(&rms_norm));
   m.impl("rms_norm_backward", TORCH_BOX(&rms_norm_backward));
+  m.impl("choice_gradient", TORCH_BOX(&choice_gradient));
   m.impl("geglu", TORCH_BOX(&geglu));
   m.impl("geglu_backward", TORCH_BOX(&geglu_backward));
   m.impl("attend_backward", TORCH_BOX(&attend_backward));

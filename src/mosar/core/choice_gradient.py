@@ -1,0 +1,151 @@
+"""The gradient of hard routing: what every other choice of a token would have changed.
+
+    query i takes regime m    dpi_q[i, m] = dO_i (O_i|m - O_i) = sum_j g e a / sum_j g e
+    key j takes regime n      dpi_k[j, n] = sum_i a x / (1 + x),   x = (g' - g_ij) e
+
+with e = exp(s_ij - lse_i), a = dO_i (v_j - O_i), g the hard gate of the pair if the query chose m,
+g' if the key chose n, g_ij as it is. Both are exact to first order in the loss: the change of the
+output if that one token alone chose otherwise, times the gradient of the output. They are bounded,
+where the gradient of the mixture at a one-hot point is not, and they know gates of 0: what lies
+outside the support counts with what it would bring, not with what it weighs now.
+
+A sample of the queries suffices: scaled by T / n its expectation is the gradient of all of them.
+
+Shapes: B batch, H query heads, Gr routing groups, h heads of a group, n sampled queries, S keys,
+D head dim, R regimes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from mosar.core.bias import LabelBias
+from mosar.core.hard_domain import key_classes
+from mosar.core.layout import Layout
+from mosar.core.regimes import pair_gates, pair_geometry, support_reach
+
+# exp of it (2^80) leaves room in float32 for a sum over any number of keys.
+_HIGHEST = 80 * math.log(2)
+# So many gates at a time.
+_CHUNK = 1 << 22
+
+
+def choice_gradient(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    layout: Layout,
+    bias: LabelBias,
+    *,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    """dpi_q [B, Gr, n, R] and dpi_k [B, Gr, S, R] of the queries that are given, with torch alone.
+
+    q, dout [B, H, n, D], lse and delta = dO·O [B, H, n] of these queries, whose layout and labels
+    `layout` and `bias` hold; k, v [B, K, S, D].
+    """
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    repeats = q.shape[1] // k.shape[1]
+    k_BHSD, v_BHSD = (x.to(wide).repeat_interleave(repeats, dim=1) for x in (k, v))
+    classes_k = key_classes(bias.key, bias.config, layout)
+    num_regimes = bias.config.num_regimes
+    dpi_k = torch.zeros(*bias.key.shape, num_regimes, dtype=wide, device=q.device)
+    # What is left of the attention without a key that holds nearly all of it is rounding.
+    least = math.sqrt(torch.finfo(wide).eps)
+    dpi_q = []
+    for some in torch.arange(q.shape[2], device=q.device).split(_queries_at_once(bias)):
+        part = layout.of_queries(some)
+        gate_q, gate_k, now = _gates(bias.query[:, :, some], classes_k, part, bias, wide)
+        group = (bias.groups, q.shape[1] // bias.groups)
+        score = torch.einsum("bhtd,bhsd->bhts", q[:, :, some].to(wide), k_BHSD) * scale
+        if softcap is not None:
+            score = softcap * torch.tanh(score / softcap)
+        e = (score - lse[:, :, some, None].to(wide)).clamp_max(_HIGHEST).exp().unflatten(1, group)
+        dprob = torch.einsum("bhtd,bhsd->bhts", dout[:, :, some].to(wide), v_BHSD)
+        rest = delta[:, :, some].to(wide)
+        a = (dprob - rest[..., None]).unflatten(1, group)
+        numerator = torch.einsum("bghts,bgtsr->bghtr", e * a, gate_q)
+        denominator = torch.einsum("bghts,bgtsr->bghtr", e, gate_q)
+        # Without a key the output would be 0.
+        empty = -rest.unflatten(1, group)[..., None]
+        change = torch.where(denominator > 0, numerator / denominator.clamp_min(1e-300), empty)
+        dpi_q.append(change.sum(dim=2))
+        for regime in range(num_regimes):
+            x = (gate_k[..., regime] - now)[:, :, None] * e
+            dpi_k[..., regime] += (a * x / (1 + x).clamp_min(least)).sum(dim=(2, 3))
+    return torch.cat(dpi_q, dim=2), dpi_k
+
+
+class LearnChoices(torch.autograd.Function):
+    """The output as it is; its gradient passes on, and reaches both routings too."""
+
+    @staticmethod
+    def forward(ctx, out, lse, q, k, v, pi_q, pi_k, layout, bias, compute):
+        ctx.save_for_backward(out, lse, q, k, v)
+        ctx.layout, ctx.bias, ctx.compute = layout, bias, compute
+        return out.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        out, lse, q, k, v = ctx.saved_tensors
+        layout, bias = ctx.layout, ctx.bias
+        queries, total = bias.learned.queries, q.shape[2]
+        delta = (dout * out).sum(dim=-1, dtype=lse.dtype)
+        chosen = (q, dout, lse, delta, bias.query)
+        if queries is not None:
+            chosen = tuple(x.index_select(2, queries) for x in chosen)
+            layout = layout.of_queries(queries)
+        q, some_dout, lse, delta, labels_q = chosen
+        dpi_q, dpi_k = ctx.compute(
+            q, k, v, some_dout, lse, delta, layout, replace(bias, query=labels_q)
+        )
+        if queries is not None:
+            factor = total / len(queries)
+            whole = dpi_q.new_zeros(*bias.query.shape, dpi_q.shape[-1])
+            dpi_q, dpi_k = whole.index_copy_(2, queries, dpi_q * factor), dpi_k * factor
+        learned = bias.learned
+        dpi_q, dpi_k = dpi_q.to(learned.query.dtype), dpi_k.to(learned.key.dtype)
+        return dout, *[None] * 4, dpi_q, dpi_k, *[None] * 3
+
+
+def _queries_at_once(bias: LabelBias) -> int:
+    gates = bias.key.numel() * bias.config.num_regimes * (bias.config.num_regimes + 1)
+    return max(1, _CHUNK // max(gates, 1))
+
+
+def _gates(
+    labels_q: Tensor, classes_k: Tensor, layout: Layout, bias: LabelBias, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Hard gates under every choice of the queries and of the keys [B, Gr, n, S, R], and as is."""
+    config, num_regimes = bias.config, bias.config.num_regimes
+    distances_BTS = layout.distances()
+    gate = pair_gates(distances_BTS, pair_geometry(config, labels_q.device), config, dtype)
+    inside = distances_BTS[..., None, None] <= support_reach(config, labels_q.device)
+    exists = layout.exists()[..., None, None]
+    gate_BTSRC = torch.where(inside & exists, gate, 0.0)
+    if config.num_sinks:
+        sink = exists.to(dtype).expand(*gate_BTSRC.shape[:-1], 1)
+        gate_BTSRC = torch.cat([gate_BTSRC, sink], dim=-1)
+    batch, groups, _ = labels_q.shape
+    gate_BGTSRC = gate_BTSRC.expand(batch, *gate_BTSRC.shape[1:])[:, None].expand(
+        -1, groups, *[-1] * 4
+    )
+    column = classes_k[:, :, None, :, None, None].expand(*gate_BGTSRC.shape[:-1], 1)
+    gate_q = gate_BGTSRC.gather(-1, column)[..., 0]
+    row = labels_q[:, :, :, None, None]
+    now = gate_q.gather(-1, row.expand(*gate_q.shape[:-1], 1))[..., 0]
+    rows = row[..., None].expand(*gate_BGTSRC.shape[:-2], 1, num_regimes)
+    gate_k = gate_BGTSRC[..., :num_regimes].gather(-2, rows)[..., 0, :]
+    # A sink is no choice.
+    is_sink = (classes_k == num_regimes)[:, :, None, :, None]
+    return gate_q, torch.where(is_sink, now[..., None], gate_k), now
