@@ -23,7 +23,8 @@ def problem(layout: str, *, groups: int, sinks: int, dtype=torch.float64, tokens
     labels = [
         torch.randint(0, 3, (2, groups, tokens), generator=generator) for _ in ("query", "key")
     ]
-    options = {"softcap": 20.0, "scale": 0.4}
+    # Flat enough that hardly a key holds all of a query: there float32 has no digits left.
+    options = {"softcap": 20.0, "scale": 0.2}
     if layout == "segments":
         options["segment_ids"] = (torch.arange(tokens) >= 8).long().expand(2, -1)
     elif layout == "padding":
