@@ -1,6 +1,7 @@
-"""The price of reach: what MoSAR-Cost adds to the language-modelling loss.
+"""The prices of looking far, which the training loss may add.
 
-L_cost = 1/2 E[pi_Q·c + pi_K·c],   c_m = min(delta_m / N, 1),   c_G = 1
+reach   1/2 E[pi_Q·c + pi_K·c],   c_m = min(delta_m / N, 1),   c_G = 1   (MoSAR-Cost)
+pairs   E|Omega| / |causal| if each token drew its regime from its own probabilities
 """
 
 from __future__ import annotations
@@ -8,9 +9,11 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mosar.core.config import MoSARConfig, check_config
+from mosar.core.regimes import support_reach
 
 
 def warmed_up(weight: float, warmup: int, step: int | None) -> float:
@@ -53,3 +56,49 @@ def normalized_reach_cost(
         return (pi.to(dtype) * cost_R.to(pi.device, dtype)).sum(dim=-1).mean()
 
     return (expected(pi_q) + expected(pi_k)) / 2
+
+
+def expected_density(
+    pi_q: Tensor,
+    pi_k: Tensor,
+    config: MoSARConfig,
+    segment_ids: Tensor | None = None,
+    valid: Tensor | None = None,
+) -> Tensor:
+    """The expected share of the causal pairs in the support: a scalar, in O(T R^2).
+
+    pi_q and pi_k [B, T, R] or [B, Gr, T, R] of the same tokens, one position after another;
+    segment_ids [B, T], each id one run; valid [B, T]: False for padding at either end. One-hot
+    routing gives the exact density.
+    """
+    check_config(config)
+    if pi_q.shape != pi_k.shape or pi_q.shape[-1] != config.num_regimes:
+        raise ValueError(
+            f"pi_q and pi_k must have one shape that ends in {config.num_regimes} regimes, "
+            f"got {list(pi_q.shape)} and {list(pi_k.shape)}"
+        )
+    length, device = pi_q.shape[-2], pi_q.device
+    if pi_q.dim() == 3:
+        pi_q, pi_k = pi_q[:, None], pi_k[:, None]
+    at_BT = torch.arange(length, device=device)[None]
+    start_BT = torch.zeros_like(at_BT)
+    if segment_ids is not None:
+        begins_BT = F.pad(segment_ids[:, 1:] != segment_ids[:, :-1], (1, 0), value=True)
+        start_BT = torch.where(begins_BT, at_BT, 0).cummax(dim=1).values
+    exists_BT = torch.ones_like(at_BT) if valid is None else valid.long()
+    if valid is not None:
+        pi_q, pi_k = (pi * valid[:, None, :, None] for pi in (pi_q, pi_k))
+    # The keys of regime n before each place; a window is the difference of two of them.
+    before_BGTR = F.pad(pi_k.cumsum(dim=-2), (0, 0, 1, 0))
+    reach_RR = support_reach(config, device).clamp_max(length).floor().long()
+    first_BTRR = (at_BT[..., None, None] - reach_RR).maximum(start_BT[..., None, None])
+    index = first_BTRR.flatten(-2)[:, None].expand(*pi_q.shape[:2], -1, -1)
+    columns = before_BGTR.repeat(1, 1, 1, config.num_regimes)
+    window = before_BGTR[..., 1:, None, :] - columns.gather(2, index).unflatten(
+        -1, (config.num_regimes, -1)
+    )
+    pairs = torch.einsum("bgtm,bgtmn->", pi_q, window)
+    before_BT = F.pad(exists_BT.cumsum(dim=1), (1, 0)).expand(len(start_BT), -1)
+    keys_BT = before_BT[:, 1:] - before_BT.gather(1, start_BT.expand(len(before_BT), -1))
+    existing = (keys_BT * exists_BT).expand(len(pi_q), -1).sum() * pi_q.shape[1]
+    return pairs / existing

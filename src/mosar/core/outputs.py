@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mosar.core.bias import LabelBias, MixtureBias, routed_bias
+from mosar.core.bias import LabelBias, MixtureBias, RoutingToLearn, routed_bias
 from mosar.core.config import MoSARConfig
 
 
@@ -42,6 +44,8 @@ class LayerRouting(NamedTuple):
 
     query: RouterOutput
     key: RouterOutput
+    pairs: Tensor | None = None
+    """The expected density of the support, where it has a price."""
 
     @property
     def labels(self) -> tuple[Tensor, Tensor]:
@@ -56,6 +60,25 @@ class LayerRouting(NamedTuple):
         if routing == "soft":
             return routed_bias(self.query.probabilities, self.key.probabilities, config, routing)
         return routed_bias(self.query.logits, self.key.logits, config, routing)
+
+    def learned_bias(self, config: MoSARConfig, queries: Tensor | None = None) -> LabelBias:
+        """That of sparse routing; the probabilities learn from what other choices would change.
+
+        queries: see `RoutingToLearn`.
+        """
+        bias = routed_bias(self.query.logits, self.key.logits, config, "sparse")
+        assert isinstance(bias, LabelBias)
+        pi_q, pi_k = self.query.probabilities, self.key.probabilities
+        if pi_q.dim() == 3:
+            pi_q, pi_k = pi_q[:, None], pi_k[:, None]
+        return replace(bias, learned=RoutingToLearn(pi_q, pi_k, queries))
+
+
+def regime_shares(layers: Sequence[LayerRouting]) -> Tensor:
+    """[2, L, R]: the mean probability of each regime, of queries and of keys."""
+    routers = [layer.query for layer in layers] + [layer.key for layer in layers]
+    means = [router.probabilities.flatten(0, -2).mean(dim=0) for router in routers]
+    return torch.stack(means).unflatten(0, (2, len(layers)))
 
 
 @dataclass(frozen=True)

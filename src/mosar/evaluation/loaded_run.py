@@ -64,6 +64,8 @@ class LoadedRun:
                 f"{checkpoint.path} does not belong to the configuration in {run / CONFIG}"
             )
         decoder = Decoder(config.model, config.attention)
+        schedule = config.train.decay_steps or config.train.steps
+        decoder.begin_step(checkpoint.step, schedule)
         load_parameters({p: name for name, p in decoder.named_parameters()}, checkpoint)
         decoder.to(_device(config.train.device)).eval().requires_grad_(False)
         checksum = checkpoint.model_checksum

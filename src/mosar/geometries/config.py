@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -30,9 +30,19 @@ class AttentionConfig(RegimeSettings):
     regime: str | None = None
     """The one regime of "fixed" and "rope-mask", by name."""
     cost_weight: float = 0.0
-    """lambda: weight of the normalized reach cost in the training loss."""
+    """lambda: weight of the price in the training loss."""
     cost_warmup: int = 500
     """Steps over which lambda rises linearly from 0."""
+    cost_of: Literal["reach", "pairs"] = "reach"
+    """What has the price: the expected reach of a token, or the expected pairs of the support."""
+    hard_from: float | None = None
+    """The share of the steps after which routing is hard; None: it stays soft, as in the paper."""
+    router_sample: float = 1.0
+    """The share of the queries that hard routing takes the routers' gradient from."""
+    start_regimes: tuple[str, ...] = ()
+    """The regime that each routing group starts in, in turn; (): routing starts uniform."""
+    start_logit: float = 1.0
+    """How far the logit of that regime is above the others at first."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -41,17 +51,26 @@ class AttentionConfig(RegimeSettings):
         check_number(self, "rope_theta", least=1.0)
         check_number(self, "rope_fraction", least=0.0, most=1.0)
         check_number(self, "cost_weight", least=0.0)
+        if self.cost_of not in ("reach", "pairs"):
+            raise ValueError(f"cost_of must be reach or pairs, got {self.cost_of!r}")
+        if self.hard_from is not None:
+            check_number(self, "hard_from", least=0.0, most=1.0)
+        check_number(self, "router_sample", above=0.0, most=1.0)
+        check_number(self, "start_logit", least=0.0)
         check_counts(self, {"cost_warmup": 0})
-        if self.regime is not None:
-            # Their names are the same at any length.
-            self.mosar_config(MoSARConfig().max_length).regime_index(self.regime)
+        object.__setattr__(self, "start_regimes", tuple(self.start_regimes))
+        # Their names are the same at any length.
+        regimes = self.mosar_config(MoSARConfig().max_length)
+        for name in (*self.start_regimes, *([] if self.regime is None else [self.regime])):
+            regimes.regime_index(name)
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON holds it: the geometry, its regimes, their cost."""
         values = asdict(self)
-        cost = {name: values.pop(name) for name in ("cost_weight", "cost_warmup")}
         own = {name: values.pop(name) for name in self.__annotations__ if name in values}
-        return own | values | cost
+        training = list(own)[list(own).index("cost_weight") :]
+        last = {name: own.pop(name) for name in training}
+        return own | values | last
 
     @property
     def geometry_class(self) -> type[Geometry]:

@@ -177,6 +177,13 @@ class Geometry(nn.Module):
         """Adds k, v [B, K, S, D] of new tokens to the cache, and returns what its `update` does."""
         return cache.update(k, v, key_positions=key_positions, key_valid=key_valid)
 
+    def begin_step(self, step: int, steps: int) -> None:
+        """Told which training step follows, or which one a checkpoint is of; for schedules."""
+
+    def executed(self, routing: Routing) -> Routing:
+        """The routing that computes what `routing` asks for; soft routing may have become hard."""
+        return routing
+
     def price_basis(self, layers: Sequence[Any]) -> Tensor | None:
         """What the price follows from: here [L], the prices that `attend` of each layer returned.
 

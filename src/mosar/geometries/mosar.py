@@ -16,7 +16,8 @@ from torch import Tensor
 from mosar.attention import Routing, attend
 from mosar.core.bias import LabelBias, MixtureBias
 from mosar.core.hard_domain import build_hard_domain
-from mosar.core.losses import normalized_reach_cost
+from mosar.core.losses import expected_density, normalized_reach_cost
+from mosar.core.outputs import regime_shares
 from mosar.core.routers import PostPositionRouter
 from mosar.geometries.config import AttentionConfig
 from mosar.geometries.geometry import Attended, HeadShape, LayerRouting, ParameterPart
@@ -29,8 +30,13 @@ class MoSAR(Rope):
     routed, family = True, "routing"
     settings = Rope.settings | {
         *("regimes", "router_hidden", "temperature", "barrier", "exponent", "epsilon"),
-        *("composition", "routing_groups", "num_sinks", "cost_weight", "cost_warmup"),
+        *("composition", "routing_groups", "num_sinks", "cost_weight", "cost_warmup", "cost_of"),
+        *("hard_from", "router_sample", "start_regimes", "start_logit"),
     }
+    step: int | None = None
+    """The training step, where one is being taken."""
+    progress: float = 1.0
+    """The share of the training that is done."""
 
     def __init__(self, attention: AttentionConfig, shape: HeadShape):
         super().__init__(attention, shape)
@@ -59,14 +65,28 @@ class MoSAR(Rope):
         domain = build_hard_domain(*labels, self.config, segment_ids=segment_ids, materialize=False)
         return domain.count, domain.causal_count
 
+    def begin_step(self, step: int, steps: int) -> None:
+        self.step, self.progress = step, step / steps
+
+    @property
+    def is_hard(self) -> bool:
+        """Whether training, and so soft routing, takes each token's first choice alone."""
+        hard_from = self.attention.hard_from
+        return hard_from is not None and self.progress >= hard_from
+
+    def executed(self, routing: Routing) -> Routing:
+        return "sparse" if routing == "soft" and self.is_hard else routing
+
     def price_basis(self, layers: Sequence[LayerRouting]) -> Tensor | None:
-        """[2, L, R]: the mean probability of each regime, of queries and of keys."""
-        routers = [layer.query for layer in layers] + [layer.key for layer in layers]
-        means = [router.probabilities.flatten(0, -2).mean(dim=0) for router in routers]
-        return torch.stack(means).unflatten(0, (2, len(layers)))
+        """[L] expected densities, or the shares of the regimes that make the expected reach."""
+        if self.attention.cost_of == "reach":
+            return regime_shares(layers)
+        return torch.stack([layer.pairs for layer in layers if layer.pairs is not None])
 
     def price(self, basis: Tensor) -> Tensor:
-        """The expected reach; linear in the probabilities, so that of their means."""
+        """Linear in the probabilities: the expected reach is that of their means."""
+        if self.attention.cost_of == "pairs":
+            return basis.mean()
         return normalized_reach_cost(basis[0], basis[1], self.config)
 
     def parameter_parts(self) -> list[ParameterPart]:
@@ -108,8 +128,26 @@ class MoSAR(Rope):
             # What a padded slot holds must not reach the router's gradient.
             k = k.masked_fill(~options["key_valid"][:, None, :, None], 0)
         routed = self._route(q, k, hidden)
-        bias = routed.bias(self.config, routing)
+        if self.attention.cost_of == "pairs" and q.shape[2] == k.shape[2]:
+            routed = routed._replace(pairs=self._expected_density(routed, options["segment_ids"]))
+        if self.is_hard and routing == "soft" and torch.is_grad_enabled():
+            bias = routed.learned_bias(self.config, self._sampled_queries(q.shape[2], q.device))
+        else:
+            bias = routed.bias(self.config, self.executed(routing))
         return self.attend_routed(q, k, v, bias, **options), routed
+
+    def _expected_density(self, routed: LayerRouting, segment_ids: Tensor | None) -> Tensor:
+        pi_q, pi_k = routed.query.probabilities, routed.key.probabilities
+        return expected_density(pi_q, pi_k, self.config, segment_ids)
+
+    def _sampled_queries(self, num_queries: int, device: torch.device) -> Tensor | None:
+        """The queries that this step learns routing from, the same wherever it is computed."""
+        share = self.attention.router_sample
+        if share == 1 or self.step is None:
+            return None
+        generator = torch.Generator().manual_seed(self.step * 1_000_003 + self.shape.layer)
+        order = torch.randperm(num_queries, generator=generator)
+        return order[: max(1, round(share * num_queries))].sort().values.to(device)
 
     def attend_routed(
         self, q: Tensor, k: Tensor, v: Tensor, bias: LabelBias | MixtureBias, **options: Any
@@ -131,7 +169,7 @@ class MoSAR(Rope):
         **options: Any,
     ) -> Attended:
         """With a `RegimeLayerCache`, which attends itself."""
-        _check_routing(cache, routing)
+        _check_routing(cache, self.executed(routing))
         routed = self._route(q, k, hidden)
         options |= {"key_positions": key_positions, "key_valid": key_valid}
         return cache.attend_routed(q, k, v, routed, **options), routed
@@ -148,7 +186,7 @@ class MoSAR(Rope):
     ) -> None:
         """With the labels of the keys, under soft routing with their probabilities too."""
         assert isinstance(told, LayerRouting)
-        _check_routing(cache, routing)
+        _check_routing(cache, self.executed(routing))
         cache.update_routed(k, v, told, key_positions=key_positions, key_valid=key_valid)
 
     def route(self, q: Tensor, k: Tensor) -> LayerRouting:
@@ -164,9 +202,13 @@ class MoSAR(Rope):
         return self.route(q, k, **({"hidden": hidden} if self.reads_hidden else {}))
 
     def init_parameter(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
-        """W1 std 0.02, W2 std 1e-3, biases 0: routing starts nearly uniform."""
+        """W1 std 0.02, W2 std 1e-3, biases 0 but for the regimes that groups start in."""
+        starts = [self.config.regime_index(start) for start in self.attention.start_regimes]
         if "bias" in name:
             parameter.zero_()
+            if starts and name.endswith("bias2"):
+                for group in range(len(parameter)):
+                    parameter[group, starts[group % len(starts)]] = self.attention.start_logit
         else:
             parameter.normal_(std=1e-3 if "weight2" in name else 0.02, generator=generator)
 

@@ -106,7 +106,13 @@ class Decoder(nn.Module):
 
         Geometries without regimes keep every key, and take neither.
         """
+        routing = self.geometries[0].executed(routing)
         return new_cache(self.model_config, self.attention_config, routing, **options)
+
+    def begin_step(self, step: int, steps: int) -> None:
+        """Tells all layers which training step follows, or which one a checkpoint is of."""
+        for geometry in self.geometries:
+            geometry.begin_step(step, steps)
 
     @property
     def geometries(self) -> list[Geometry]:

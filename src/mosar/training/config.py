@@ -199,6 +199,10 @@ SECTIONS: dict[str, type] = {
 _LABELS = ("variant", "preset")
 # Keys that older run folders lack, with what their absence means; there they change no fingerprint.
 _ADDED: dict[str, dict[str, Any]] = {
+    "attention": {
+        name: getattr(AttentionConfig(), name)
+        for name in ("cost_of", "hard_from", "router_sample", "start_regimes", "start_logit")
+    },
     "data": {"task": "text"},
     "distributed": asdict(DistributedConfig()),
 }

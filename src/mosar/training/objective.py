@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mosar.core.losses import warmed_up
+from mosar.core.outputs import regime_shares
 from mosar.model.decoder import Decoder
 from mosar.training.config import RunConfig
 
@@ -29,7 +30,7 @@ class Terms:
     """The objective, to differentiate."""
     lm_loss: Tensor
     expected_reach: Tensor | None
-    """The geometry's price, which is the expected reach where there are routers; None: none."""
+    """The geometry's price: expected reach, or expected density of the support; None: none."""
     shares: Tensor | None
     """[2, L, R]: mean probability of each regime, of queries and of keys; None without them."""
 
@@ -38,6 +39,7 @@ class Objective:
     """The objective of a run, the same for every variant."""
 
     def __init__(self, config: RunConfig):
+        self.steps = config.train.decay_steps or config.train.steps
         self.cost_weight_end = config.attention.cost_weight
         self.cost_warmup = config.attention.cost_warmup
         self.softcap = config.model.final_softcap
@@ -63,6 +65,7 @@ class Objective:
 
         scored [B, T] bool: the targets that count, the others cost nothing; None: all of them.
         """
+        decoder.begin_step(step, self.steps)
         checkpoint = self.checkpoint_activations and torch.is_grad_enabled()
         output = decoder(tokens[:, :-1], segment_ids=segment_ids, checkpoint_activations=checkpoint)
         hidden, targets = output.hidden.flatten(0, 1), tokens[:, 1:].flatten()
@@ -82,13 +85,19 @@ class Objective:
             basis = geometry.price_basis(output.routings or output.prices)
             if basis is None:
                 return Terms(lm_loss, lm_loss.detach(), None, None)
-            if self.merge_basis is not None:
-                basis = self.merge_basis(basis)
+            basis = self._merged(basis)
             price = geometry.price(basis)
         # A weight of 0 leaves the geometry to the language model's loss alone, bit for bit.
         loss = lm_loss + weight * price if weight else lm_loss
-        shares = basis.detach() if geometry.routed else None
+        shares = None
+        if output.routings:
+            # The price of reach was made of them.
+            made = basis.dim() == 3
+            shares = (basis if made else self._merged(regime_shares(output.routings))).detach()
         return Terms(loss, lm_loss.detach(), price.detach(), shares)
+
+    def _merged(self, basis: Tensor) -> Tensor:
+        return basis if self.merge_basis is None else self.merge_basis(basis)
 
 
 # A chunk of logits should stay in the cache, but each one reads and writes all of the head.

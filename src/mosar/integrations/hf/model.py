@@ -29,7 +29,7 @@ from transformers.utils.output_capturing import capture_outputs
 from mosar.attention import ROUTINGS, Routing
 from mosar.core.config import MoSARConfig
 from mosar.core.layout import can_check_values
-from mosar.core.losses import normalized_reach_cost, warmed_up
+from mosar.core.losses import expected_density, normalized_reach_cost, warmed_up
 from mosar.errors import ModelError
 from mosar.geometries import Geometry, LayerRouting
 from mosar.integrations.hf.cache import MosarCache
@@ -210,7 +210,12 @@ class MosarModel(MosarPreTrainedModel):
         cost = None
         if output_routing_cost and told:
             if self.attention_config.geometry_class.routed:
-                cost = expected_reach(told, self.mosar_config, placement.get("key_valid"))
+                price = (
+                    mean_expected_density
+                    if self.attention_config.cost_of == "pairs"
+                    else expected_reach
+                )
+                cost = price(told, self.mosar_config, placement.get("key_valid"))
             else:
                 cost = torch.stack([price for (price,) in told]).mean()
         return MosarModelOutput(
@@ -413,6 +418,14 @@ def expected_reach(
         means.append(torch.stack(layers))
     # The cost is linear in the probabilities: that of their means is the mean of all.
     return normalized_reach_cost(means[0], means[1], config)
+
+
+def mean_expected_density(
+    routings: Sequence[tuple[Tensor, ...]], config: MoSARConfig, valid: Tensor | None = None
+) -> Tensor:
+    """The expected density of (pi_Q, pi_K), the mean over layers: a scalar."""
+    layers = [expected_density(*layer, config, valid=valid) for layer in routings]
+    return torch.stack(layers).mean()
 
 
 def _share(

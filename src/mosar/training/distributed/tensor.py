@@ -182,6 +182,9 @@ class _SplitMoSAR(MoSAR):
             # Each process's heads use the one routing: what they want of it is added up.
             query, key = copy(self.heads.ranks.group, bias.query, bias.key)
             bias = replace(bias, query=query, key=key)
+        elif not self.keeps_groups and isinstance(bias, LabelBias) and bias.learned is not None:
+            query, key = copy(self.heads.ranks.group, bias.learned.query, bias.learned.key)
+            bias = replace(bias, learned=replace(bias.learned, query=query, key=key))
         return super().attend_routed(q, *self.heads.own_keys(k, v), bias, **options)
 
 

@@ -1,0 +1,166 @@
+"""Training with hard routing: what is trained is what is executed, and it resumes bit for bit."""
+
+import shutil
+
+import pytest
+import torch
+
+from mosar.core.hard_domain import build_hard_domain
+from mosar.core.losses import expected_density
+from mosar.evaluation.loaded_run import LoadedRun
+from mosar.geometries import AttentionConfig
+from mosar.model.decoder import Decoder
+from mosar.training.config import RunConfig, resolve_config
+from mosar.training.loop import train
+
+HARD = (
+    "attention.hard_from=0.5",
+    "attention.router_sample=0.5",
+    "attention.cost_of=pairs",
+    "attention.cost_weight=0.1",
+    'attention.start_regimes=["S"]',
+    "train.steps=8",
+    "train.eval_every=4",
+    "train.checkpoint_every=4",
+    "train.keep_every=4",
+)
+
+
+def hard_config(*changes: str) -> RunConfig:
+    return resolve_config(
+        variant="mosar",
+        preset="smoke",
+        data="unused",
+        changes=["data.task=recall", "model.max_length=64", *HARD, *changes],
+    )
+
+
+@pytest.fixture(scope="module")
+def hard_run(tmp_path_factory):
+    out = tmp_path_factory.mktemp("hard") / "run"
+    train(hard_config(), out, progress=False)
+    return out
+
+
+def test_soft_means_what_was_trained(hard_run):
+    """Before the switch the mixture, after it the sparse pass itself."""
+    tokens = torch.randint(0, 20, (2, 48), generator=torch.Generator().manual_seed(0))
+    for step, is_hard in ((4, True), (8, True), (0, False)):
+        loaded = LoadedRun.open(hard_run, step or None)
+        if not step:
+            loaded.decoder.begin_step(3, 8)
+        soft, sparse = (
+            loaded.decoder(tokens, routing=routing).hidden for routing in ("soft", "sparse")
+        )
+        assert torch.equal(soft, sparse) is is_hard
+
+
+def test_routers_learn_while_hard(hard_run):
+    before, after = (LoadedRun.open(hard_run, step).decoder for step in (4, 8))
+    for name, parameter in after.named_parameters():
+        if "router" in name and "weight" in name:
+            assert not torch.equal(parameter, before.get_parameter(name)), name
+
+
+def test_it_resumes_bit_for_bit(hard_run, tmp_path):
+    out = tmp_path / "run"
+    shutil.copytree(hard_run, out)
+    shutil.rmtree(out / "checkpoints" / "step-00000008")
+    assert train(hard_config(), out, progress=False).resumed_from == 4
+    one, two = (LoadedRun.open(run, 8).checksum for run in (hard_run, out))
+    assert one == two
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("packed", [False, True])
+def test_expected_pairs_of_one_hot_routing_are_the_density(groups, packed):
+    config = AttentionConfig(geometry="mosar", routing_groups=groups).mosar_config(64)
+    generator = torch.Generator().manual_seed(2)
+    shape = (3, 90) if groups == 1 else (3, groups, 90)
+    labels = [torch.randint(0, 3, shape, generator=generator) for _ in range(2)]
+    pi = [torch.nn.functional.one_hot(x, 3).double() for x in labels]
+    segment_ids = (torch.arange(90) // torch.tensor([[90], [30], [41]])) if packed else None
+    density = build_hard_domain(*labels, config, segment_ids=segment_ids).density
+    found = expected_density(*pi, config, segment_ids)
+    assert float(found) == pytest.approx(density, rel=1e-12)
+    assert torch.autograd.gradcheck(
+        lambda q, k: expected_density(q, k, config, segment_ids),
+        [x.requires_grad_() for x in pi],
+        fast_mode=True,
+    )
+
+
+def test_padding_has_no_expected_pairs():
+    config = AttentionConfig(geometry="mosar").mosar_config(64)
+    pi_q, pi_k = torch.rand(2, 1, 70, 3, dtype=torch.float64).softmax(dim=-1)
+    valid = torch.arange(90)[None] >= 20
+    padded = [torch.nn.functional.pad(pi, (0, 0, 20, 0), value=0.3) for pi in (pi_q, pi_k)]
+    alone = expected_density(pi_q, pi_k, config)
+    torch.testing.assert_close(expected_density(*padded, config, valid=valid), alone)
+
+
+def test_groups_start_in_their_regimes():
+    config = hard_config(
+        'attention.start_regimes=["S","M"]', "attention.routing_groups=2", "train.steps=1"
+    )
+    decoder = Decoder(config.model, config.attention)
+    decoder.init_weights(0)
+    tokens = torch.randint(0, 20, (2, 48), generator=torch.Generator().manual_seed(0))
+    for routing in decoder(tokens).routings:
+        for labels in routing.labels:
+            assert torch.equal(labels[:, 0].unique(), torch.tensor([0]))
+            assert torch.equal(labels[:, 1].unique(), torch.tensor([1]))
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "what"),
+    [
+        ("hard_from", 1.5, "hard_from"),
+        ("router_sample", 0.0, "router_sample"),
+        ("cost_of", "tokens", "cost_of"),
+        ("start_regimes", ("X",), "regime"),
+    ],
+)
+def test_wrong_settings_are_named(setting, value, what):
+    with pytest.raises(ValueError, match=what):
+        AttentionConfig(geometry="mosar", **{setting: value})
+
+
+def test_settings_of_older_runs_mean_what_they_meant():
+    config = resolve_config(variant="mosar", preset="smoke", data="unused", vocab_size=99)
+    values = config.to_dict()
+    added = ("cost_of", "hard_from", "router_sample", "start_regimes", "start_logit")
+    for name in added:
+        del values["attention"][name]
+    again = RunConfig.from_dict(values)
+    assert again == config and again.fingerprint() == config.fingerprint()
+
+
+def test_a_cache_of_a_hard_model_gives_the_same(hard_run):
+    decoder = LoadedRun.open(hard_run).decoder
+    tokens = torch.randint(0, 20, (2, 48), generator=torch.Generator().manual_seed(1))
+    whole = decoder(tokens, routing="soft").hidden
+    cache = decoder.new_cache("soft")
+    assert {layer.routing for layer in cache} == {"sparse"}
+    parts = [decoder(part, routing="soft", cache=cache).hidden for part in tokens.split(16, dim=1)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=1e-4, atol=1e-5)
+
+
+def test_transformers_train_and_reload_it(tmp_path):
+    from mosar.integrations.hf import MosarDecoderConfig, MosarForCausalLM
+
+    config = hard_config()
+    theirs = MosarDecoderConfig.from_decoder(config.model, config.attention)
+    theirs.save_pretrained(tmp_path)
+    theirs = MosarDecoderConfig.from_pretrained(tmp_path)
+    assert theirs.attention_config == config.attention
+    model = MosarForCausalLM(theirs)
+    tokens = torch.randint(0, 20, (2, 48), generator=torch.Generator().manual_seed(2))
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    routers = [p for name, p in model.named_parameters() if "router" in name and "weight2" in name]
+    assert routers and all(p.grad is not None and p.grad.abs().sum() > 0 for p in routers)
+    with torch.no_grad():
+        logits = [model(input_ids=tokens).logits]
+        model.set_routing("sparse")
+        logits.append(model(input_ids=tokens).logits)
+    assert torch.equal(*logits)
