@@ -146,10 +146,9 @@ class MosarPreTrainedModel(PreTrainedModel):
 
     def new_cache(self, **options: Any) -> MosarCache:
         """An empty cache for the present routing; options are those of `Decoder.new_cache`."""
-        config = self.config
-        return MosarCache(
-            new_cache(config.model_config, config.attention_config, self.routing, **options)
-        )
+        model, attention = self.config.model_config, self.config.attention_config
+        routing = attention.build(model.head_shape).executed(self.routing)
+        return MosarCache(new_cache(model, attention, routing, **options))
 
 
 class MosarModel(MosarPreTrainedModel):
