@@ -150,14 +150,6 @@ def check(processes, cases, dataset, tmp_path, more=()):
     assert abs(first - last) / last > 1000 * TOLERANCE
 
 
-def test_one_process_differs_from_itself_by_another_order_of_sums(dataset, tmp_path):
-    """The same steps in other micro-batches: rounding alone, which is not nothing."""
-    base = alone(dataset, tmp_path / "base", "rope")
-    regrouped = ("train.micro_batch=1", "train.accumulation=8")
-    spread = difference(alone(dataset, tmp_path / "by-one", "rope", regrouped), base)
-    assert 0 < spread <= TOLERANCE
-
-
 GRADIENTS = [
     ("mosar-cost", ()),
     ("mosar-cost", (MQA,)),
