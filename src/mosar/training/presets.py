@@ -13,119 +13,64 @@ from __future__ import annotations
 
 from typing import Any
 
-# Gemma 2's.
-_SOFTCAPS = {"model.attn_softcap": 50.0, "model.final_softcap": 30.0}
+_SIZES = ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "ffn_size")
 
 
-def _warmup(steps: int) -> dict[str, Any]:
-    """The rate's warm-up, and the cost's: five times as long, as in the paper (100 and 500)."""
-    return {"train.warmup_steps": steps, "attention.cost_warmup": 5 * steps}
+def _model(*sizes: int, length: int) -> dict[str, Any]:
+    """A decoder of `_SIZES`, with Gemma 2's soft-caps."""
+    given = dict(zip(_SIZES, sizes, strict=True)) | {"max_length": length}
+    given |= {"attn_softcap": 50.0, "final_softcap": 30.0}
+    given["query_pre_attn_scalar"] = float(given["head_dim"])
+    return {f"model.{name}": value for name, value in given.items()}
+
+
+def _train(
+    rates: tuple[float, float], warmup: int, evaluate: tuple[int, int], **given: Any
+) -> dict[str, Any]:
+    """rates: the peak and the end; evaluate: every so many steps, with so many batches.
+
+    The cost warms up five times as long as the rate, as in the paper (100 and 500).
+    """
+    names = ("learning_rate", "min_learning_rate", "warmup_steps", "eval_every", "eval_batches")
+    values = dict(zip(names, (*rates, warmup, *evaluate), strict=True)) | given
+    return {f"train.{k}": v for k, v in values.items()} | {"attention.cost_warmup": 5 * warmup}
 
 
 PRESETS: dict[str, dict[str, Any]] = {
     "smoke": {
-        **_SOFTCAPS,
-        "model.hidden_size": 64,
-        "model.num_layers": 2,
-        "model.num_heads": 4,
-        "model.num_kv_heads": 2,
-        "model.head_dim": 16,
-        "model.ffn_size": 192,
-        "model.query_pre_attn_scalar": 16.0,
-        "model.max_length": 64,
-        "train.steps": 40,
+        **_model(64, 2, 4, 2, 16, 192, length=64),
+        **_train((3e-3, 3e-4), warmup=5, evaluate=(20, 1), steps=40, checkpoint_every=10),
         "train.micro_batch": 4,
         "train.accumulation": 2,
-        "train.learning_rate": 3e-3,
-        "train.min_learning_rate": 3e-4,
-        **_warmup(5),
-        "train.eval_every": 20,
-        "train.eval_batches": 1,
-        "train.checkpoint_every": 10,
     },
     "quick": {
-        **_SOFTCAPS,
-        "model.hidden_size": 128,
-        "model.num_layers": 4,
-        "model.num_heads": 4,
-        "model.num_kv_heads": 2,
-        "model.head_dim": 32,
-        "model.ffn_size": 384,
-        "model.query_pre_attn_scalar": 32.0,
-        "model.max_length": 256,
-        "train.steps": 600,
+        **_model(128, 4, 4, 2, 32, 384, length=256),
+        **_train((2e-3, 2e-4), warmup=40, evaluate=(100, 8), steps=600, checkpoint_every=100),
         "train.micro_batch": 8,
-        "train.learning_rate": 2e-3,
-        "train.min_learning_rate": 2e-4,
-        **_warmup(40),
-        "train.eval_every": 100,
-        "train.eval_batches": 8,
-        "train.checkpoint_every": 100,
     },
     "small": {
-        **_SOFTCAPS,
-        "model.hidden_size": 256,
-        "model.num_layers": 6,
-        "model.num_heads": 4,
-        "model.num_kv_heads": 2,
-        "model.head_dim": 64,
-        "model.ffn_size": 768,
-        "model.query_pre_attn_scalar": 64.0,
-        "model.max_length": 512,
-        "train.steps": 1600,
+        **_model(256, 6, 4, 2, 64, 768, length=512),
+        **_train((1e-3, 1e-4), warmup=100, evaluate=(100, 16), steps=1600, checkpoint_every=100),
         "train.micro_batch": 4,
-        "train.learning_rate": 1e-3,
-        "train.min_learning_rate": 1e-4,
-        **_warmup(100),
-        "train.eval_every": 100,
-        "train.eval_batches": 16,
-        "train.checkpoint_every": 100,
     },
     "retrieval": {
-        **_SOFTCAPS,
+        **_model(128, 2, 4, 4, 32, 256, length=256),
+        **_train((3e-3, 3e-4), warmup=50, evaluate=(100, 4), steps=1000, checkpoint_every=200),
         "data.task": "recall",
-        "model.hidden_size": 128,
-        "model.num_layers": 2,
-        "model.num_heads": 4,
-        "model.num_kv_heads": 4,
-        "model.head_dim": 32,
-        "model.ffn_size": 256,
-        "model.query_pre_attn_scalar": 32.0,
-        "model.max_length": 256,
         # 1 / sqrt(hidden): with weights as small as those for text, heads hardly tell keys apart at
         # first, and recall is learnt much later.
         "model.init_std": 0.08,
-        "train.steps": 1000,
         "train.micro_batch": 16,
-        "train.learning_rate": 3e-3,
-        "train.min_learning_rate": 3e-4,
-        **_warmup(50),
-        "train.eval_every": 100,
-        "train.eval_batches": 4,
-        "train.checkpoint_every": 200,
     },
     "paper": {
-        **_SOFTCAPS,
+        **_model(1024, 18, 8, 1, 256, 8192, length=2048),
+        **_train((3e-4, 3e-5), warmup=100, evaluate=(10_000, 64), steps=610_000),
         "model.vocab_size": 256_000,
-        "model.hidden_size": 1024,
-        "model.num_layers": 18,
-        "model.num_heads": 8,
-        "model.num_kv_heads": 1,
-        "model.head_dim": 256,
-        "model.ffn_size": 8192,
-        "model.query_pre_attn_scalar": 256.0,
-        "model.max_length": 2048,
-        "train.steps": 610_000,
         "train.micro_batch": 1,
         "train.accumulation": 8,
-        "train.learning_rate": 3e-4,
-        "train.min_learning_rate": 3e-5,
-        **_warmup(100),
         "train.precision": "auto",
         "train.loss_chunk": 256,
         "train.checkpoint_activations": True,
-        "train.eval_every": 10_000,
-        "train.eval_batches": 64,
         "train.checkpoint_every": 10_000,
         "train.keep_every": 50_000,
         "train.log_every": 100,
