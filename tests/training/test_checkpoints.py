@@ -9,9 +9,9 @@ import shutil
 import pytest
 import torch
 
+from mosar.errors import DamagedFile
 from mosar.files import file_checksum, sealed
 from mosar.training.checkpoints import (
-    DamagedCheckpoint,
     list_steps,
     newest_checkpoint,
     prune_checkpoints,
@@ -78,14 +78,14 @@ def test_damage_is_found_and_the_one_before_used(tmp_path, name, how):
 def test_a_checkpoint_under_another_name_is_damaged(tmp_path):
     write(tmp_path, 10)
     shutil.copytree(tmp_path / "step-00000010", tmp_path / "step-00000030")
-    with pytest.raises(DamagedCheckpoint, match="the checkpoint of step 10"):
+    with pytest.raises(DamagedFile, match="the checkpoint of step 10"):
         read_checkpoint(tmp_path, 30)
 
 
 def test_files_of_two_checkpoints_mixed_up(tmp_path):
     write(tmp_path, 10, 20)
     shutil.copy(tmp_path / "step-00000010" / FILES[0], tmp_path / "step-00000020" / FILES[0])
-    with pytest.raises(DamagedCheckpoint, match=FILES[0]):
+    with pytest.raises(DamagedFile, match=FILES[0]):
         read_checkpoint(tmp_path, 20)
 
 

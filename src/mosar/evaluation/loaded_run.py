@@ -9,14 +9,13 @@ import torch
 
 from mosar.data.manifest import MANIFEST, Manifest
 from mosar.data.tokenizer import Tokenizer, load_tokenizer
-from mosar.errors import ModelError
+from mosar.errors import DamagedFile, ModelError
 from mosar.geometries import Geometry
 from mosar.model.decoder import Decoder
 from mosar.records import Cell
 from mosar.training.batches import data_fingerprint
 from mosar.training.checkpoints import (
     Checkpoint,
-    DamagedCheckpoint,
     list_steps,
     load_parameters,
     read_checkpoint,
@@ -125,7 +124,7 @@ def _read(run: Path, step: int | None) -> Checkpoint:
     chosen = steps[-1] if step is None else step
     try:
         return read_checkpoint(folder, chosen)
-    except DamagedCheckpoint as error:
+    except DamagedFile as error:
         others = [other for other in steps if other != chosen and _is_whole(folder, other)]
         alone = "it is the only one" if len(steps) == 1 else "no other one is whole"
         advice = f"others are there for --step: {_listed(others)}" if others else alone
@@ -137,7 +136,7 @@ def _read(run: Path, step: int | None) -> Checkpoint:
 def _is_whole(folder: Path, step: int) -> bool:
     try:
         read_checkpoint(folder, step)
-    except DamagedCheckpoint:
+    except DamagedFile:
         return False
     return True
 

@@ -25,7 +25,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mosar.errors import TrainingError
+from mosar.errors import DamagedFile, TrainingError
 from mosar.files import (
     checksum,
     file_checksum,
@@ -45,10 +45,6 @@ Names = Mapping[Tensor, str]
 Optimizers = Sequence[torch.optim.Optimizer]
 _NAME = re.compile(r"step-(\d{8,})")
 _UNFINISHED = ".unfinished-"
-
-
-class DamagedCheckpoint(Exception):
-    """A checkpoint that is not what was written; the message says what is wrong with it."""
 
 
 @dataclass(frozen=True)
@@ -142,30 +138,30 @@ def finish_checkpoint(
 
 
 def read_checkpoint(folder: Path, step: int) -> Checkpoint:
-    """The checkpoint of a step, all of it checked; DamagedCheckpoint says what is wrong."""
+    """The checkpoint of a step, all of it checked; DamagedFile says what is wrong."""
     path = checkpoint_path(folder, step)
     try:
         try:
             state, is_sealed = unsealed(parse_json((path / STATE).read_bytes()))
         except ValueError as error:
-            raise DamagedCheckpoint(f"{STATE}: {error}") from None
+            raise DamagedFile(f"{STATE}: {error}") from None
         if not is_sealed:
-            raise DamagedCheckpoint(f"{STATE} has no checksum")
+            raise DamagedFile(f"{STATE} has no checksum")
         if state["schema"] != SCHEMA_VERSION:
-            raise DamagedCheckpoint(f"its schema is {state['schema']!r}, not {SCHEMA_VERSION}")
+            raise DamagedFile(f"its schema is {state['schema']!r}, not {SCHEMA_VERSION}")
         if state["step"] != step:
-            raise DamagedCheckpoint(f"it is the checkpoint of step {state['step']}")
+            raise DamagedFile(f"it is the checkpoint of step {state['step']}")
         checksums = state["checksums"]
         if not {MODEL, OPTIMIZER} <= checksums.keys() and not shards_of(checksums, PARAMETERS):
-            raise DamagedCheckpoint(f"{STATE} names no parameters")
+            raise DamagedFile(f"{STATE} names no parameters")
         for name in checksums:
             if file_checksum(path / name) != checksums[name]:
-                raise DamagedCheckpoint(f"{name} was truncated or altered")
+                raise DamagedFile(f"{name} was truncated or altered")
     except FileNotFoundError as error:
         missing = Path(error.filename or path).name
-        raise DamagedCheckpoint(f"{missing} is missing") from None
+        raise DamagedFile(f"{missing} is missing") from None
     except (KeyError, TypeError, AttributeError):
-        raise DamagedCheckpoint(f"{STATE} is not what was written") from None
+        raise DamagedFile(f"{STATE} is not what was written") from None
     return Checkpoint(path, step, state)
 
 
@@ -178,14 +174,14 @@ def open_checkpoint(folder: Path, step: int) -> Checkpoint:
 def newest_checkpoint(folder: Path, report: Callable[[str], None]) -> Checkpoint | None:
     """The newest whole checkpoint; damaged ones before it are reported and set aside.
 
-    None where there is no checkpoint at all; DamagedCheckpoint where none of those there is whole.
+    None where there is no checkpoint at all; DamagedFile where none of those there is whole.
     """
     steps = list_steps(folder)
     problems = []
     for step in reversed(steps):
         try:
             checkpoint = read_checkpoint(folder, step)
-        except DamagedCheckpoint as error:
+        except DamagedFile as error:
             problems.append((step, str(error)))
             continue
         for bad, problem in problems:
@@ -194,7 +190,7 @@ def newest_checkpoint(folder: Path, report: Callable[[str], None]) -> Checkpoint
         return checkpoint
     if problems:
         listed = "; ".join(f"step {step}: {problem}" for step, problem in problems)
-        raise DamagedCheckpoint(f"no checkpoint in {folder} is whole ({listed})")
+        raise DamagedFile(f"no checkpoint in {folder} is whole ({listed})")
     return None
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from mosar.errors import (
+    DamagedFile,
     LostProcessError,
     MosarError,
     NonFiniteError,
@@ -29,7 +30,7 @@ from mosar.errors import (
 )
 from mosar.records import environment
 from mosar.training import checkpoints
-from mosar.training.checkpoints import Checkpoint, DamagedCheckpoint
+from mosar.training.checkpoints import Checkpoint
 from mosar.training.config import RunConfig
 from mosar.training.distributed.launch import open_team
 from mosar.training.distributed.team import held_by_first
@@ -223,7 +224,7 @@ def _find_step(run: Run, out: Path, reporter: Reporter, *, resume: bool) -> int 
     checkpoints.remove_unfinished(folder)
     try:
         checkpoint = checkpoints.newest_checkpoint(folder, reporter.say)
-    except DamagedCheckpoint as error:
+    except DamagedFile as error:
         raise TrainingError(f"{error}; give another --out to start again") from None
     if checkpoint is None:
         return None

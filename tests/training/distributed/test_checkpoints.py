@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from mosar.cli import app
+from mosar.errors import DamagedFile
 from mosar.training.checkpoints import (
-    DamagedCheckpoint,
     list_steps,
     open_checkpoint,
     read_checkpoint,
@@ -136,8 +136,8 @@ def check_damage(out):
     data = bytearray(part.read_bytes())
     data[-1] ^= 1
     part.write_bytes(data)
-    with pytest.raises(DamagedCheckpoint, match=f"{name} was truncated or altered"):
+    with pytest.raises(DamagedFile, match=f"{name} was truncated or altered"):
         read_checkpoint(folder, 12)
     part.unlink()
-    with pytest.raises(DamagedCheckpoint, match=f"{name} is missing"):
+    with pytest.raises(DamagedFile, match=f"{name} is missing"):
         read_checkpoint(folder, 12)

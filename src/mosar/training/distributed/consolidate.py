@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from mosar.errors import TrainingError
+from mosar.errors import DamagedFile, TrainingError
 from mosar.files import replace_synced, staged_folder
 from mosar.training import checkpoints
-from mosar.training.checkpoints import DamagedCheckpoint
 from mosar.training.config import DistributedConfig
 from mosar.training.run_folder import (
     CHECKPOINTS,
@@ -37,7 +36,7 @@ def consolidate(run: Path, out: Path, step: int | None = None) -> int:
         config = replace(read_config(run), distributed=DistributedConfig())
         try:
             checkpoint = checkpoints.read_checkpoint(run / CHECKPOINTS, step)
-        except DamagedCheckpoint as error:
+        except DamagedFile as error:
             raise TrainingError(f"the checkpoint of step {step} is damaged ({error})") from None
         kept = ("config_hash", "rng", "environment")
         state = {key: checkpoint.state[key] for key in kept} | {"mesh": None}
