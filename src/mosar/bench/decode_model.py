@@ -245,7 +245,8 @@ def route_as_drawn(
 ) -> LayerRouting:
     """Runs the routers of a layer, and chooses what was drawn."""
     outputs = []
-    for output, labels in zip(route(q, k), drawn, strict=True):
+    routed = route(q, k)
+    for output, labels in zip((routed.query, routed.key), drawn, strict=True):
         # Some logits that the label is the largest of.
         logits = output.logits.clamp(-1, 1)
         logits[..., int(labels[cache.slots])] = 2
