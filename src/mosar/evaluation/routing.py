@@ -51,9 +51,9 @@ class RoutingTally:
     def _keep_example(self, routings: Sequence[LayerRouting]) -> None:
         letters = regime_letters([regime.name for regime in self.config.regimes])
         kept = min(self.config.max_length, EXAMPLE_TOKENS)
-        for role, routers in zip(ROLES, zip(*routings, strict=True), strict=True):
+        for index, role in enumerate(ROLES):
             # Of more than one routing group the first.
-            labels = [r.labels.flatten(0, -2)[0, :kept].tolist() for r in routers]
+            labels = [r.labels[index].flatten(0, -2)[0, :kept].tolist() for r in routings]
             self.example_labels[role] = ["".join(letters[m] for m in layer) for layer in labels]
 
     def shares(self, *, top1: bool) -> dict[str, list[list[float]]]:
