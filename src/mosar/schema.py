@@ -34,8 +34,10 @@ def decode(kind: type[T], values: Any, path: str, *, loose: bool = False) -> T:
     hints = field_types(kind)
     unknown, missing = sorted(set(values) - set(hints)), sorted(set(hints) - set(values))
     if unknown or missing:
-        near = nearest(str(unknown[0]), hints) if unknown else ""
-        raise ValueError(f"{path} lacks the keys {missing} and has unknown {unknown}{near}")
+        faults = [f"lacks the keys {missing}"] if missing else []
+        if unknown:
+            faults.append(f"has unknown keys {unknown}{nearest(str(unknown[0]), hints)}")
+        raise ValueError(f"{path} {' and '.join(faults)}")
     return kind(
         **{n: decode_value(hints[n], v, f"{path}.{n}", loose=loose) for n, v in values.items()}
     )

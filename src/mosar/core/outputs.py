@@ -44,8 +44,6 @@ class LayerRouting(NamedTuple):
 
     query: RouterOutput
     key: RouterOutput
-    pairs: Tensor | None = None
-    """The expected density of the support, where it has a price."""
 
     @property
     def labels(self) -> tuple[Tensor, Tensor]:

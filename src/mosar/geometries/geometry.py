@@ -184,7 +184,9 @@ class Geometry(nn.Module):
         """The routing that computes what `routing` asks for; soft routing may have become hard."""
         return routing
 
-    def price_basis(self, layers: Sequence[Any]) -> Tensor | None:
+    def price_basis(
+        self, layers: Sequence[Any], segment_ids: Tensor | None = None
+    ) -> Tensor | None:
         """What the price follows from: here [L], the prices that `attend` of each layer returned.
 
         It is a mean over tokens; processes that divide the heads average it. None: no price.

@@ -77,11 +77,14 @@ class MoSAR(Rope):
     def executed(self, routing: Routing) -> Routing:
         return "sparse" if routing == "soft" and self.is_hard else routing
 
-    def price_basis(self, layers: Sequence[LayerRouting]) -> Tensor | None:
+    def price_basis(
+        self, layers: Sequence[LayerRouting], segment_ids: Tensor | None = None
+    ) -> Tensor | None:
         """[L] expected densities, or the shares of the regimes that make the expected reach."""
         if self.attention.cost_of == "reach":
             return regime_shares(layers)
-        return torch.stack([layer.pairs for layer in layers if layer.pairs is not None])
+        routings = [(layer.query.probabilities, layer.key.probabilities) for layer in layers]
+        return torch.stack([expected_density(*pi, self.config, segment_ids) for pi in routings])
 
     def price(self, basis: Tensor) -> Tensor:
         """Linear in the probabilities: the expected reach is that of their means."""
@@ -128,17 +131,11 @@ class MoSAR(Rope):
             # What a padded slot holds must not reach the router's gradient.
             k = k.masked_fill(~options["key_valid"][:, None, :, None], 0)
         routed = self._route(q, k, hidden)
-        if self.attention.cost_of == "pairs" and q.shape[2] == k.shape[2]:
-            routed = routed._replace(pairs=self._expected_density(routed, options["segment_ids"]))
         if self.is_hard and routing == "soft" and torch.is_grad_enabled():
             bias = routed.learned_bias(self.config, self._sampled_queries(q.shape[2], q.device))
         else:
             bias = routed.bias(self.config, self.executed(routing))
         return self.attend_routed(q, k, v, bias, **options), routed
-
-    def _expected_density(self, routed: LayerRouting, segment_ids: Tensor | None) -> Tensor:
-        pi_q, pi_k = routed.query.probabilities, routed.key.probabilities
-        return expected_density(pi_q, pi_k, self.config, segment_ids)
 
     def _sampled_queries(self, num_queries: int, device: torch.device) -> Tensor | None:
         """The queries that this step learns routing from, the same wherever it is computed."""

@@ -82,7 +82,7 @@ class Objective:
         weight = self.cost_weight(step)
         geometry = decoder.geometries[0]
         with torch.set_grad_enabled(torch.is_grad_enabled() and weight != 0):
-            basis = geometry.price_basis(output.routings or output.prices)
+            basis = geometry.price_basis(output.routings or output.prices, segment_ids)
             if basis is None:
                 return Terms(lm_loss, lm_loss.detach(), None, None)
             basis = self._merged(basis)

@@ -202,7 +202,7 @@ def test_a_run_that_never_made_a_step_does_not_keep_its_folder(tmp_path, monkeyp
         ({"steps": 0}, "steps must be an integer >= 1"),
         ({"queries": 4096, "length": 128}, "queries must not exceed length=128"),
         ({"learning_rate": float("nan")}, "learning_rate"),
-        ({"speed": 1}, "unknown settings"),
+        ({"speed": 1}, "unknown keys"),
     ],
 )
 def test_wrong_settings_are_refused(changes, message):
