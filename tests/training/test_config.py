@@ -155,7 +155,7 @@ def test_the_end_of_the_decay_follows_the_steps_until_it_is_set():
 
 def test_from_dict_names_what_is_wrong():
     values = resolve().to_dict()
-    wrong = r"lacks the keys \['model'\] and has unknown \['modle'\]; did you mean 'model'"
+    wrong = r"lacks the keys \['model'\] and has unknown keys \['modle'\]; did you mean 'model'"
     with pytest.raises(ValueError, match=wrong):
         RunConfig.from_dict({**{k: v for k, v in values.items() if k != "model"}, "modle": {}})
     values["train"].pop("steps")
