@@ -53,8 +53,9 @@ def test_a_pass_in_parts_is_counted_by_hand(scattered, changes, isolated):
 def _take(routing, rows):
     from dataclasses import replace
 
+    both = (routing.query, routing.key)
     return type(routing)(
-        *(replace(r, logits=r.logits[rows], probabilities=r.probabilities[rows]) for r in routing)
+        *(replace(r, logits=r.logits[rows], probabilities=r.probabilities[rows]) for r in both)
     )
 
 

@@ -170,6 +170,10 @@ def test_the_fingerprint_tells_results_apart_and_nothing_else():
     for change in same:
         changes = [change, "train.decay_steps=40"]
         assert resolve(*changes).fingerprint() == base.fingerprint(), change
+    # That of run folders which exist: another one would refuse to resume them.
+    assert base.fingerprint() == (
+        "eb02d8968e1452f1baa2766bd6b5501d768a03a4a350486cf8efd3c93311f7df"
+    )
     regrouped = resolve("train.micro_batch=2", "train.accumulation=4")
     assert regrouped.fingerprint() == base.fingerprint()
     for change in ("train.seed=1", "data.seed=1", "attention.barrier=5", "train.micro_batch=2"):

@@ -44,20 +44,19 @@ def check_number(
     optional: bool = False,
     keep_integers: bool = False,
 ) -> None:
-    """Refuses a field that is not a finite number above a bound, or within [least, most].
+    """Refuses a field that is not a finite number from `least`, or above a bound, to `most`.
 
     optional: None is right too. keep_integers: an integer stays one, else it becomes a float.
     """
     value = getattr(config, name)
     if optional and value is None:
         return
-    if above is not None:
-        rule = f"a finite number > {above:g}"
-    else:
-        rule = f"a finite number >= {least:g}" if most == math.inf else "a number in "
-        rule += "" if most == math.inf else f"[{least}, {most}]"
-    inside = is_real(value) and (value > above if above is not None else least <= value <= most)
-    if not inside:
+    enough = is_real(value) and (value >= least if above is None else value > above)
+    if not enough or value > most:
+        if most == math.inf:
+            rule = "a finite number " + (f">= {least:g}" if above is None else f"> {above:g}")
+        else:
+            rule = "a number in " + (f"[{least}, " if above is None else f"({above}, ") + f"{most}]"
         none = "none or " if optional else ""
         raise ValueError(f"{name} must be {none}{rule}, got {value!r}")
     whole = keep_integers and isinstance(value, Integral)

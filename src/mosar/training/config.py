@@ -179,7 +179,9 @@ class RunConfig:
     def fingerprint(self) -> str:
         """A hash of the keys that decide the result, up to the order of sums and the last step."""
         excluded = {*NEUTRAL, *ROUNDING, "train.steps"}
-        added = {f"{name}.{key}": v for name, keys in _ADDED.items() for key, v in keys.items()}
+        # As JSON holds them, like the values they are compared with.
+        sections = json.loads(json.dumps(_ADDED))
+        added = {f"{name}.{key}": v for name, keys in sections.items() for key, v in keys.items()}
         decisive = {
             key: value
             for key, value in self.flat().items()
