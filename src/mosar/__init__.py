@@ -3,9 +3,9 @@
 Names are loaded on first use, so that `mosar --help` does not wait for torch.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
+from mosar.lazy import load_on_use
 from mosar.version import __version__
 
 if TYPE_CHECKING:
@@ -38,28 +38,23 @@ __all__ = [
 ]
 
 _MODULE_OF = {
-    "MoSARConfig": "mosar.core.config",
-    "MoSARReferenceAttention": "mosar.core.reference_attention",
-    "PostPositionRouter": "mosar.core.routers",
-    "Regime": "mosar.core.config",
-    "RegimeKernel": "mosar.core.regimes",
-    "WorthField": "mosar.core.worth_field",
-    "build_hard_domain": "mosar.core.hard_domain",
-    "distance_attention": "mosar.attention",
-    "forced_routing": "mosar.core.routers",
-    "mosar_attention": "mosar.attention",
-    "normalized_reach_cost": "mosar.core.losses",
-    "pair_geometry": "mosar.core.regimes",
-    "retrofit": "mosar.integrations.retrofit.entry",
-    "top1_routing": "mosar.core.routers",
+    "MoSARConfig": "core.config",
+    "MoSARReferenceAttention": "core.reference_attention",
+    "PostPositionRouter": "core.routers",
+    "Regime": "core.config",
+    "RegimeKernel": "core.regimes",
+    "WorthField": "core.worth_field",
+    "build_hard_domain": "core.hard_domain",
+    "distance_attention": "attention",
+    "forced_routing": "core.routers",
+    "mosar_attention": "attention",
+    "normalized_reach_cost": "core.losses",
+    "pair_geometry": "core.regimes",
+    "retrofit": "integrations.retrofit.entry",
+    "top1_routing": "core.routers",
 }
 
-
-def __getattr__(name: str) -> object:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_MODULE_OF[name]), name)
-    return value
+__getattr__ = load_on_use(globals(), _MODULE_OF)
 
 
 def __dir__() -> list[str]:

@@ -3,8 +3,9 @@
 Names are loaded on first use: routers and objective work where Megatron is not installed.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from mosar.lazy import load_on_use
 
 if TYPE_CHECKING:
     from mosar.integrations.megatron.core_attention import MoSARCoreAttention
@@ -21,21 +22,7 @@ _MODULE_OF = {
     "mosar_layer_spec": "layer_spec",
 }
 
-
-def __getattr__(name: str) -> object:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        module = import_module(f"{__name__}.{_MODULE_OF[name]}")
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "megatron":
-            raise
-        raise ModuleNotFoundError(
-            f'{name} needs megatron-core, which is not installed: pip install "mosar[megatron]"',
-            name=error.name,
-        ) from None
-    value = globals()[name] = getattr(module, name)
-    return value
+__getattr__ = load_on_use(globals(), _MODULE_OF, extra="megatron", needs="megatron-core")
 
 
 def __dir__() -> list[str]:

@@ -8,10 +8,10 @@
 Names are loaded on first use, and transformers with them.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 from mosar.errors import ModelError as RetrofitError
+from mosar.lazy import load_on_use
 
 if TYPE_CHECKING:
     from mosar.integrations.retrofit.adapter import load_adapter, load_retrofitted
@@ -34,10 +34,4 @@ _MODULE_OF = {
     "retrofit": "attach",
 }
 
-
-def __getattr__(name: str) -> object:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = import_module(f"{__name__}.{_MODULE_OF[name]}")
-    value = globals()[name] = getattr(module, name)
-    return value
+__getattr__ = load_on_use(globals(), _MODULE_OF)
