@@ -17,10 +17,7 @@ PUBLIC = (
 )
 HEAVY = ("transformers", "matplotlib", "triton", "typer", "rich")
 # What all parts may import but those that know nothing of files.
-SHARED = {"mosar.errors"}
-PURE = ("core", "kernels", "geometries", "model", "integrations/megatron")
-# What all parts may import but those that know nothing of files.
-SHARED = {"mosar.errors", "mosar.files", "mosar.schema", "mosar.version"}
+SHARED = {"mosar.errors", "mosar.files", "mosar.lazy", "mosar.schema", "mosar.version"}
 PURE = ("core", "kernels", "geometries", "model", "integrations/megatron")
 # Third-party modules and parts of mosar that each part may import, besides the standard library.
 MAY_IMPORT = {
@@ -70,6 +67,7 @@ MAY_IMPORT = {
     },
     "integrations/megatron": {
         *("torch", "megatron", "mosar.attention", "mosar.core", "mosar.integrations.megatron"),
+        "mosar.lazy",
     },
     "integrations/retrofit": {
         *("torch", "numpy", "rich", "safetensors", "transformers", "mosar.attention"),
