@@ -423,7 +423,7 @@ def mean_expected_density(
     routings: Sequence[tuple[Tensor, ...]], config: MoSARConfig, valid: Tensor | None = None
 ) -> Tensor:
     """The expected density of (pi_Q, pi_K), the mean over layers: a scalar."""
-    layers = [expected_density(*layer, config, valid=valid) for layer in routings]
+    layers = [expected_density(pi_q, pi_k, config, valid=valid) for pi_q, pi_k in routings]
     return torch.stack(layers).mean()
 
 
