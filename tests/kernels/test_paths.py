@@ -199,13 +199,18 @@ def is_far(kind, trait):
 
 
 # Top-1 is soft routing of one-hot rows, and no bias one of zeros: `test_any_call` has both.
+# A bias by distance knows no regimes.
 @pytest.mark.parametrize(
-    ("impl", "kind"), [path for path in SOME_PATHS if path[1] not in ("top1", "none")]
+    ("impl", "kind", "trait"),
+    [
+        (impl, kind, trait)
+        for impl, kind in SOME_PATHS
+        for trait in TRAITS
+        if kind not in ("top1", "none")
+        and (kind in ROUTINGS or not trait.startswith(("regimes", "all")))
+    ],
 )
-@pytest.mark.parametrize("trait", TRAITS)
 def test_traits(impl, kind, trait):
-    if trait.startswith(("regimes", "all")) and kind not in ROUTINGS:
-        pytest.skip("a bias by distance knows no regimes")
     case = BASE.with_(**TRAITS[trait])
     assert_within_budget(case, kind, impl=impl, conditioned=is_far(kind, trait))
 

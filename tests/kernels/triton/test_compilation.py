@@ -56,13 +56,19 @@ TOGETHER = [
 TOGETHER += [(call, KERNELS[call]) for call in ("decode", "plan")]
 
 
+def dtypes_of(call, target):
+    """A plan is made of whole numbers; float16 takes the code of bfloat16, so one target does."""
+    if call == "plan":
+        return DTYPES[:1]
+    return [dtype for dtype in DTYPES if dtype != "float16" or target == "sm90"]
+
+
 @pytest.mark.parametrize(("call", "kernels"), TOGETHER)
 def test_every_dtype_and_target(tmp_path, call, kernels):
-    # A plan is made of whole numbers, whatever the dtype.
-    dtypes = DTYPES if call != "plan" else DTYPES[:1]
     wanted = [
         Wanted(call, kernel, target, dtype, **TRAITS[call])
-        for kernel, target, dtype in itertools.product(kernels, TARGETS, dtypes)
+        for kernel, target in itertools.product(kernels, TARGETS)
+        for dtype in dtypes_of(call, target)
     ]
     results = compile_elsewhere(wanted, tmp_path)
     assert len(results) == len(wanted)
