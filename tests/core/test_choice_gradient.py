@@ -105,3 +105,33 @@ def test_draws_average_to_the_gradient():
         error = values.std(dim=0) / len(draws) ** 0.5
         # Five standard errors, over a few hundred numbers.
         assert ((values.mean(dim=0) - expected).abs() <= 5 * error + 1e-12).all()
+
+
+@pytest.mark.parametrize("impl", ["reference", "tiled", "native"])
+def test_what_padded_slots_hold_does_not_matter(impl):
+    dtype = torch.float32 if impl == "native" else torch.float64
+    q, k, v, *rest = problem("padding", groups=1, sinks=0, dtype=dtype)
+    clean = learn(q, k, v, *rest, impl=impl)
+    padded = ~rest[-1]["key_valid"][:, None, :, None]
+    spoilt = learn(*(q, *(x.masked_fill(padded, torch.nan) for x in (k, v))), *rest, impl=impl)
+    for one, other in zip(clean, spoilt, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_choice_with_weak_keys_alone_is_not_an_empty_one():
+    """All that the other regime leaves weighs e^-90 of what is read now."""
+    config = MoSARConfig(max_length=24, regimes=REGIMES)
+    q, k, v = (torch.zeros(1, 1, 2, 2) for _ in range(3))
+    q[..., 1, 0], k[..., 0, 0], k[..., 1, 0] = 10.0, 4.5, -4.5
+    v[..., 0, 0], v[..., 1, 1] = 1.0, 1.0
+    k, v = (torch.cat([x[:, :, :1], x.new_zeros(1, 1, 4, 2), x[:, :, 1:]], dim=2) for x in (k, v))
+    q = torch.cat([q.new_zeros(1, 1, 5, 2), q[:, :, 1:]], dim=2)
+    k[:, :, 1:5, 0] = -40.0
+    labels = [torch.full((1, 1, 6), 2) for _ in range(2)]
+    dout = torch.zeros_like(q)
+    dout[..., 5, :] = 1.0
+    given = (q, k, v, dout, labels, config, {"scale": 1.0})
+    exact = learn(*(x.double() for x in given[:4]), *given[4:])
+    for impl in ("reference", "native"):
+        for ours, law in zip(learn(*given, impl=impl), exact, strict=True):
+            torch.testing.assert_close(ours.double(), law, rtol=1e-4, atol=1e-4)

@@ -71,10 +71,11 @@ def test_it_resumes_bit_for_bit(hard_run, tmp_path):
     assert one == two
 
 
-@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize(("groups", "sinks"), [(1, 0), (2, 0), (2, 3)])
 @pytest.mark.parametrize("packed", [False, True])
-def test_expected_pairs_of_one_hot_routing_are_the_density(groups, packed):
-    config = AttentionConfig(geometry="mosar", routing_groups=groups).mosar_config(64)
+def test_expected_pairs_of_one_hot_routing_are_the_density(groups, sinks, packed):
+    settings = AttentionConfig(geometry="mosar", routing_groups=groups, num_sinks=sinks)
+    config = settings.mosar_config(64)
     generator = torch.Generator().manual_seed(2)
     shape = (3, 90) if groups == 1 else (3, groups, 90)
     labels = [torch.randint(0, 3, shape, generator=generator) for _ in range(2)]
@@ -97,6 +98,14 @@ def test_padding_has_no_expected_pairs():
     padded = [torch.nn.functional.pad(pi, (0, 0, 20, 0), value=0.3) for pi in (pi_q, pi_k)]
     alone = expected_density(pi_q, pi_k, config)
     torch.testing.assert_close(expected_density(*padded, config, valid=valid), alone)
+
+
+def test_expected_pairs_are_wide_under_autocast():
+    config = AttentionConfig(geometry="mosar").mosar_config(2048)
+    pi = torch.rand(2, 4, 2048, 3).softmax(dim=-1)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = expected_density(*pi, config)
+    assert found.dtype == torch.float32 and torch.equal(found, expected_density(*pi, config))
 
 
 def test_groups_start_in_their_regimes():
@@ -164,3 +173,40 @@ def test_transformers_train_and_reload_it(tmp_path):
         model.set_routing("sparse")
         logits.append(model(input_ids=tokens).logits)
     assert torch.equal(*logits)
+
+
+def test_transformers_price_packed_texts_as_texts():
+    from mosar.integrations.hf import MosarDecoderConfig, MosarForCausalLM
+
+    config = hard_config()
+    theirs = MosarDecoderConfig.from_decoder(config.model, config.attention)
+    model = MosarForCausalLM(theirs).decoder
+    tokens = torch.randint(0, 20, (3, 16), generator=torch.Generator().manual_seed(3))
+    packed, positions = tokens.reshape(1, 48), torch.arange(16).repeat(3)[None]
+    alone = model(input_ids=tokens, output_routing_cost=True).routing_cost
+    together = model(input_ids=packed, position_ids=positions, output_routing_cost=True)
+    torch.testing.assert_close(together.routing_cost, alone)
+
+
+def test_a_checkpoint_of_before_the_switch_is_exported_as_the_soft_model_it_is(hard_run):
+    from mosar.integrations.hf import MosarForCausalLM
+
+    decoder = LoadedRun.open(hard_run).decoder
+    tokens = torch.randint(0, 20, (2, 48), generator=torch.Generator().manual_seed(4))
+    for step in (2, 8):
+        decoder.begin_step(step, 8)
+        expected = decoder.logits(decoder(tokens, routing="soft").hidden)
+        logits = MosarForCausalLM.from_decoder(decoder)(input_ids=tokens).logits
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_compiled_hard_decoder_trains(hard_run):
+    decoder = LoadedRun.open(hard_run).decoder.requires_grad_(True)
+    tokens = torch.randint(0, 20, (2, 48), generator=torch.Generator().manual_seed(5))
+    for geometry in decoder.geometries:
+        geometry.step = None
+    plain = torch.autograd.grad(decoder(tokens).hidden.sum(), list(decoder.parameters()))
+    compiled = torch.compile(decoder, backend="aot_eager", fullgraph=True)
+    found = torch.autograd.grad(compiled(tokens).hidden.sum(), list(decoder.parameters()))
+    for one, other in zip(found, plain, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)

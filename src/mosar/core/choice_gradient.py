@@ -9,6 +9,8 @@ output if that one token alone chose otherwise, times the gradient of the output
 where the gradient of the mixture at a one-hot point is not, and they know gates of 0: what lies
 outside the support counts with what it would bring, not with what it weighs now.
 
+A query's own key, at distance 0, must be among the keys: then there is always something left.
+
 A sample of the queries suffices: scaled by T / n its expectation is the gradient of all of them.
 
 Shapes: B batch, H query heads, Gr routing groups, h heads of a group, n sampled queries, S keys,
@@ -26,11 +28,12 @@ from torch.autograd.function import once_differentiable
 
 from mosar.core.bias import LabelBias
 from mosar.core.hard_domain import key_classes
+from mosar.core.inputs import without_autocast
 from mosar.core.layout import Layout
 from mosar.core.regimes import pair_gates, pair_geometry, support_reach
 
-# exp of it (2^80) leaves room in float32 for a sum over any number of keys.
-_HIGHEST = 80 * math.log(2)
+# exp of these (2^80, 2^-98) leaves room in float32 for a sum over any number of keys, and is not 0.
+_HIGHEST, _LOWEST = 80 * math.log(2), -98 * math.log(2)
 # So many gates at a time.
 _CHUNK = 1 << 22
 
@@ -54,6 +57,9 @@ def choice_gradient(
     `layout` and `bias` hold; k, v [B, K, S, D].
     """
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    if layout.key_valid is not None:
+        # What a padded slot holds must not matter.
+        k, v = (x.masked_fill(~layout.key_valid[:, None, :, None], 0) for x in (k, v))
     repeats = q.shape[1] // k.shape[1]
     k_BHSD, v_BHSD = (x.to(wide).repeat_interleave(repeats, dim=1) for x in (k, v))
     classes_k = key_classes(bias.key, bias.config, layout)
@@ -69,7 +75,8 @@ def choice_gradient(
         score = torch.einsum("bhtd,bhsd->bhts", q[:, :, some].to(wide), k_BHSD) * scale
         if softcap is not None:
             score = softcap * torch.tanh(score / softcap)
-        e = (score - lse[:, :, some, None].to(wide)).clamp_max(_HIGHEST).exp().unflatten(1, group)
+        above = (score - lse[:, :, some, None].to(wide)).clamp(_LOWEST, _HIGHEST)
+        e = above.exp().unflatten(1, group)
         dprob = torch.einsum("bhtd,bhsd->bhts", dout[:, :, some].to(wide), v_BHSD)
         rest = delta[:, :, some].to(wide)
         a = (dprob - rest[..., None]).unflatten(1, group)
@@ -100,15 +107,16 @@ class LearnChoices(torch.autograd.Function):
         out, lse, q, k, v = ctx.saved_tensors
         layout, bias = ctx.layout, ctx.bias
         queries, total = bias.learned.queries, q.shape[2]
-        delta = (dout * out).sum(dim=-1, dtype=lse.dtype)
+        delta = (dout.to(lse.dtype) * out).sum(dim=-1)
         chosen = (q, dout, lse, delta, bias.query)
         if queries is not None:
             chosen = tuple(x.index_select(2, queries) for x in chosen)
             layout = layout.of_queries(queries)
         q, some_dout, lse, delta, labels_q = chosen
-        dpi_q, dpi_k = ctx.compute(
-            q, k, v, some_dout, lse, delta, layout, replace(bias, query=labels_q)
-        )
+        with without_autocast(q):
+            dpi_q, dpi_k = ctx.compute(
+                q, k, v, some_dout, lse, delta, layout, replace(bias, query=labels_q)
+            )
         if queries is not None:
             factor = total / len(queries)
             whole = dpi_q.new_zeros(*bias.query.shape, dpi_q.shape[-1])

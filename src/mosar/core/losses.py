@@ -78,27 +78,31 @@ def expected_density(
             f"got {list(pi_q.shape)} and {list(pi_k.shape)}"
         )
     length, device = pi_q.shape[-2], pi_q.device
-    if pi_q.dim() == 3:
-        pi_q, pi_k = pi_q[:, None], pi_k[:, None]
-    at_BT = torch.arange(length, device=device)[None]
-    start_BT = torch.zeros_like(at_BT)
+    # Sums over so many pairs need float32 at least, also under autocast.
+    wide = torch.promote_types(pi_q.dtype, torch.float32)
+    pi_q, pi_k = (pi.to(wide)[:, None] if pi.dim() == 3 else pi.to(wide) for pi in (pi_q, pi_k))
+    at_BT = torch.arange(length, device=device).expand(len(pi_q), -1)
+    start_BT, exists_BT = torch.zeros_like(at_BT), torch.ones_like(at_BT, dtype=torch.bool)
     if segment_ids is not None:
         begins_BT = F.pad(segment_ids[:, 1:] != segment_ids[:, :-1], (1, 0), value=True)
         start_BT = torch.where(begins_BT, at_BT, 0).cummax(dim=1).values
-    exists_BT = torch.ones_like(at_BT) if valid is None else valid.long()
     if valid is not None:
-        pi_q, pi_k = (pi * valid[:, None, :, None] for pi in (pi_q, pi_k))
+        exists_BT = valid.expand(at_BT.shape)
+    existing_BT = F.pad(exists_BT.long().cumsum(dim=1), (1, 0))
+    # Of each token's own segment, up to itself.
+    keys_BT = (existing_BT[:, 1:] - existing_BT.gather(1, start_BT)) * exists_BT
+    sinks_BT = keys_BT.clamp_max(config.num_sinks)
+    is_routed_BT = exists_BT & (keys_BT > config.num_sinks)
+    pi_q, pi_k = pi_q * exists_BT[:, None, :, None], pi_k * is_routed_BT[:, None, :, None]
     # The keys of regime n before each place; a window is the difference of two of them.
     before_BGTR = F.pad(pi_k.cumsum(dim=-2), (0, 0, 1, 0))
     reach_RR = support_reach(config, device).clamp_max(length).floor().long()
     first_BTRR = (at_BT[..., None, None] - reach_RR).maximum(start_BT[..., None, None])
     index = first_BTRR.flatten(-2)[:, None].expand(*pi_q.shape[:2], -1, -1)
     columns = before_BGTR.repeat(1, 1, 1, config.num_regimes)
-    window = before_BGTR[..., 1:, None, :] - columns.gather(2, index).unflatten(
+    window_BGTRR = before_BGTR[..., 1:, None, :] - columns.gather(2, index).unflatten(
         -1, (config.num_regimes, -1)
     )
-    pairs = torch.einsum("bgtm,bgtmn->", pi_q, window)
-    before_BT = F.pad(exists_BT.cumsum(dim=1), (1, 0)).expand(len(start_BT), -1)
-    keys_BT = before_BT[:, 1:] - before_BT.gather(1, start_BT.expand(len(before_BT), -1))
-    existing = (keys_BT * exists_BT).expand(len(pi_q), -1).sum() * pi_q.shape[1]
-    return pairs / existing
+    groups = pi_q.shape[1]
+    pairs = (pi_q[..., None] * window_BGTRR).sum() + groups * sinks_BT.sum()
+    return pairs / (groups * keys_BT.sum()).clamp_min(1)

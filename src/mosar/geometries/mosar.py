@@ -131,7 +131,8 @@ class MoSAR(Rope):
             # What a padded slot holds must not reach the router's gradient.
             k = k.masked_fill(~options["key_valid"][:, None, :, None], 0)
         routed = self._route(q, k, hidden)
-        if self.is_hard and routing == "soft" and torch.is_grad_enabled():
+        learns = torch.is_grad_enabled() and routed.query.probabilities.requires_grad
+        if self.is_hard and routing == "soft" and learns:
             bias = routed.learned_bias(self.config, self._sampled_queries(q.shape[2], q.device))
         else:
             bias = routed.bias(self.config, self.executed(routing))

@@ -288,6 +288,11 @@ def _padded(rows: Tensor) -> Tensor:
     return torch.cat([front, rows, back], dim=1).contiguous()
 
 
+def _fake_choice_gradient(q, k, v, dout, lse, delta, labels_q, classes_k, *inputs):
+    regimes = inputs[-4].shape[1]
+    return tuple(lse.new_empty((*labels.shape, regimes)) for labels in (labels_q, classes_k))
+
+
 def _fake_plan(labels_q, classes_k, pos_q, pos_k, floor_q, valid_k, reach):
     rows, queries, keys = *labels_q.shape, classes_k.shape[1]
     labels, classes = reach.shape
@@ -331,4 +336,5 @@ def load_operators() -> None:
 def _load_operators() -> None:
     torch.ops.load_library(str(load_library()))
     torch.library.register_fake("mosar::plan")(_fake_plan)
+    torch.library.register_fake("mosar::choice_gradient")(_fake_choice_gradient)
     register_attention("attend", impl="native")

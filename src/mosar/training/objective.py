@@ -1,7 +1,7 @@
 """The objective: L = L_LM + lambda(t) price, and its gradient without all logits at once.
 
     L_LM      mean cross-entropy of the next token (of a task: where it is an answer)
-    price     the geometry's own (MoSAR's: ½ E[pi_Q·c + pi_K·c], the expected reach), or none
+    price     the geometry's own (MoSAR's: the expected reach, or expected pairs), or none
     lambda(t) grows linearly to `attention.cost_weight` over `attention.cost_warmup` steps
 
 Shapes: B windows, T tokens each, N = B·T, C hidden size, V vocabulary, L layers, R regimes.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -209,17 +209,22 @@ class MosarModel(MosarPreTrainedModel):
         cost = None
         if output_routing_cost and told:
             if self.attention_config.geometry_class.routed:
-                price = (
-                    mean_expected_density
-                    if self.attention_config.cost_of == "pairs"
-                    else expected_reach
-                )
-                cost = price(told, self.mosar_config, placement.get("key_valid"))
+                cost = self._routing_price(told, placement)
             else:
                 cost = torch.stack([price for (price,) in told]).mean()
         return MosarModelOutput(
             last_hidden_state=self.norm(x), past_key_values=cache, routing_cost=cost
         )
+
+    def _routing_price(self, told: list[tuple[Tensor, ...]], placement: Placement) -> Tensor:
+        valid, segment_ids = placement.get("key_valid"), placement.get("segment_ids")
+        if self.attention_config.cost_of == "reach":
+            return expected_reach(told, self.mosar_config, valid)
+        layers = [
+            expected_density(pi_q, pi_k, self.mosar_config, segment_ids, valid)
+            for pi_q, pi_k in told
+        ]
+        return torch.stack(layers).mean()
 
     def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
         if (input_ids is None) == (inputs_embeds is None):
@@ -282,9 +287,11 @@ class MosarForCausalLM(MosarPreTrainedModel, GenerationMixin):
     @classmethod
     def from_decoder(cls, decoder: Decoder, **options: Any) -> MosarForCausalLM:
         """A model with the parameters of a decoder, bit for bit; options: of the configuration."""
-        config = MosarDecoderConfig.from_decoder(
-            decoder.model_config, decoder.attention_config, **options
-        )
+        attention = decoder.attention_config
+        if decoder.geometries[0].executed("soft") == "soft":
+            # A checkpoint of before routing became hard is a soft model.
+            attention = replace(attention, hard_from=None)
+        config = MosarDecoderConfig.from_decoder(decoder.model_config, attention, **options)
         with torch.device("meta"):
             model = cls(config)
         model.decoder.load_state_dict(copy.deepcopy(decoder.state_dict()), assign=True)
@@ -417,14 +424,6 @@ def expected_reach(
         means.append(torch.stack(layers))
     # The cost is linear in the probabilities: that of their means is the mean of all.
     return normalized_reach_cost(means[0], means[1], config)
-
-
-def mean_expected_density(
-    routings: Sequence[tuple[Tensor, ...]], config: MoSARConfig, valid: Tensor | None = None
-) -> Tensor:
-    """The expected density of (pi_Q, pi_K), the mean over layers: a scalar."""
-    layers = [expected_density(pi_q, pi_k, config, valid=valid) for pi_q, pi_k in routings]
-    return torch.stack(layers).mean()
 
 
 def _share(

@@ -35,7 +35,9 @@ class ChoiceGradient {
   ChoiceGradient(const ChoiceProblem& problem, const Parallel& threads) : p_(problem), threads_(threads) {
     share_ = p_.query_heads / p_.groups;
     lane_groups_ = (p_.queries + kLanes - 1) / kLanes;
-    blocks_ = (p_.keys + kBlock - 1) / kBlock;
+    // Never more than kBlocks of them, whatever the length: their sums are all held at once.
+    block_ = std::max(kBlock, ((p_.keys + kBlocks - 1) / kBlocks + kKeys - 1) / kKeys * kKeys);
+    blocks_ = (p_.keys + block_ - 1) / block_;
     lanes_size_ = p_.dim * kLanes;
   }
 
@@ -67,12 +69,12 @@ class ChoiceGradient {
   }
 
  private:
-  static constexpr int64_t kBlock = 256, kKeys = 32;
+  static constexpr int64_t kBlock = 256, kBlocks = 32, kKeys = 32;
   // What is left of the attention without a key that holds nearly all of it is rounding below this,
   // the root of a float's epsilon.
   static constexpr float kLeast = 3.4526698e-4f;
-  // Below 2^127 with room for a sum over any number of keys.
-  static constexpr float kHighest = 80.0f;
+  // exp2 of these leaves room for a sum over any number of keys, and is not 0.
+  static constexpr float kHighest = 80.0f, kSmallest = -98.0f;
 
   // 64-byte aligned floats, zero at first.
   class Buffer {
@@ -104,7 +106,7 @@ class ChoiceGradient {
          const float* lse, const float* delta, float* sums)
         : g_(all), p_(all.p_), row_(row), b_(row / all.p_.groups), q_(q), dout_(dout), lse_(lse),
           delta_(delta), sums_(sums),
-          first_(block * kBlock), end_(std::min(all.p_.keys, first_ + kBlock)),
+          first_(block * all.block_), end_(std::min(all.p_.keys, first_ + all.block_)),
           scores_(all.share_ * kKeys * kLanes), dprobs_(all.share_ * kKeys * kLanes),
           gate_q_(all.p_.regimes * kLanes), gate_k_(all.p_.regimes * kLanes),
           total_(all.p_.regimes) {}
@@ -181,7 +183,7 @@ class ChoiceGradient {
           const int64_t row = row0 + i * g_.lane_groups_ * kLanes + v * kWidth;
           vf s = load(scores_.data() + at) * p_.scale;
           if (p_.softcap > 0) s = p_.softcap * tanh(s / p_.softcap);
-          const vf e = exp2(min((s - load(lse_ + row)) * kLog2e, splat(kHighest)));
+          const vf e = exp2(max(min((s - load(lse_ + row)) * kLog2e, splat(kHighest)), splat(kSmallest)));
           const vf a = load(dprobs_.data() + at) - load(delta_ + row);
           float* sums = sums_ + (l * g_.share_ + i) * p_.regimes * 2 * kLanes + v * kWidth;
           const vf now = load(now_ + v * kWidth);
@@ -231,7 +233,7 @@ class ChoiceGradient {
 
   const ChoiceProblem& p_;
   const Parallel& threads_;
-  int64_t share_, lane_groups_, blocks_, lanes_size_;
+  int64_t share_, lane_groups_, block_, blocks_, lanes_size_;
 };
 
 }  // namespace mosar
