@@ -28,6 +28,11 @@ FOUR = {
 }
 MQA = "model.num_kv_heads=1"
 SHORT = "train.steps=6"
+# Routers that start apart: choices that nearly tie may fall otherwise by the order of sums.
+HARD = (
+    *("attention.hard_from=0.3", "attention.router_sample=0.5", "attention.cost_of=pairs"),
+    *('attention.start_regimes=["M","S"]', SHORT),
+)
 MORE = {
     # name: variant, mesh, changes
     "one key head": ("mosar-cost", "tp", (MQA, SHORT)),
@@ -37,6 +42,10 @@ MORE = {
     "recomputed, fsdp": ("mosar", "fsdp", ("train.checkpoint_activations=true", SHORT)),
     "recomputed, ddp": ("mosar", "ddp", ("train.checkpoint_activations=true", SHORT)),
     "a task": ("mosar", "ddp", ("data.task=recall", SHORT)),
+    "hard, tp": ("mosar-cost", "tp", HARD),
+    "hard, one key head": ("mosar-cost", "tp", (MQA, *HARD)),
+    "hard, own groups": ("mosar-cost", "tp", ("attention.routing_groups=2", *HARD)),
+    "hard, ddp": ("mosar-cost", "ddp", HARD),
     "bfloat16, tp": ("mosar-cost", "tp", ("train.precision=bf16", MQA, SHORT)),
     "bfloat16, fsdp": ("mosar-cost", "fsdp", ("train.precision=bf16", MQA, SHORT)),
     # Batches of validation that two do not divide: the last round is not for everyone.
