@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from mosar.core.hard_domain import build_hard_domain
-from mosar.core.losses import expected_density
+from mosar.core.losses import expected_density, normalized_reach_cost
 from mosar.evaluation.loaded_run import LoadedRun
 from mosar.geometries import AttentionConfig
 from mosar.model.decoder import Decoder
 from mosar.training.config import RunConfig, resolve_config
 from mosar.training.loop import train
+from mosar.training.run_folder import read_metrics
 
 HARD = (
     "attention.hard_from=0.5",
@@ -53,6 +54,14 @@ def test_soft_means_what_was_trained(hard_run):
             loaded.decoder(tokens, routing=routing).hidden for routing in ("soft", "sparse")
         )
         assert torch.equal(soft, sparse) is is_hard
+
+
+def test_the_metrics_say_reach_whatever_has_the_price(hard_run):
+    geometry = LoadedRun.open(hard_run).geometry
+    for line in read_metrics(hard_run):
+        shares = [torch.tensor(line["regime_shares"][role]) for role in ("query", "key")]
+        expected = normalized_reach_cost(*shares, geometry.config)
+        assert line["expected_reach"] == pytest.approx(float(expected), rel=1e-5)
 
 
 def test_routers_learn_while_hard(hard_run):

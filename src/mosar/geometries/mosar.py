@@ -87,10 +87,11 @@ class MoSAR(Rope):
         return torch.stack([expected_density(*pi, self.config, segment_ids) for pi in routings])
 
     def price(self, basis: Tensor) -> Tensor:
-        """Linear in the probabilities: the expected reach is that of their means."""
-        if self.attention.cost_of == "pairs":
-            return basis.mean()
-        return normalized_reach_cost(basis[0], basis[1], self.config)
+        return basis.mean() if self.attention.cost_of == "pairs" else self.expected_reach(basis)
+
+    def expected_reach(self, shares: Tensor) -> Tensor:
+        """Linear in the probabilities: the reach of all tokens is that of their mean shares."""
+        return normalized_reach_cost(shares[0], shares[1], self.config)
 
     def parameter_parts(self) -> list[ParameterPart]:
         first_q, first_k = (r.weight1.numel() for r in (self.query_router, self.key_router))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from mosar.core.losses import warmed_up
 from mosar.core.outputs import regime_shares
+from mosar.geometries import MoSAR
 from mosar.model.decoder import Decoder
 from mosar.training.config import RunConfig
 
@@ -30,7 +32,7 @@ class Terms:
     """The objective, to differentiate."""
     lm_loss: Tensor
     expected_reach: Tensor | None
-    """The geometry's price: expected reach, or expected density of the support; None: none."""
+    """Of all tokens, where there are routers; else the geometry's price, if it has one."""
     shares: Tensor | None
     """[2, L, R]: mean probability of each regime, of queries and of keys; None without them."""
 
@@ -89,12 +91,15 @@ class Objective:
             price = geometry.price(basis)
         # A weight of 0 leaves the geometry to the language model's loss alone, bit for bit.
         loss = lm_loss + weight * price if weight else lm_loss
-        shares = None
-        if output.routings:
-            # The price of reach was made of them.
-            made = basis.dim() == 3
-            shares = (basis if made else self._merged(regime_shares(output.routings))).detach()
-        return Terms(loss, lm_loss.detach(), price.detach(), shares)
+        if not geometry.routed:
+            return Terms(loss, lm_loss.detach(), price.detach(), None)
+        if geometry.attention.cost_of == "reach":
+            # The price is the expected reach, and was made of the shares.
+            return Terms(loss, lm_loss.detach(), price.detach(), basis.detach())
+        with torch.no_grad():
+            shares = self._merged(regime_shares(output.routings))
+            reach = cast(MoSAR, geometry).expected_reach(shares)
+        return Terms(loss, lm_loss.detach(), reach, shares)
 
     def _merged(self, basis: Tensor) -> Tensor:
         return basis if self.merge_basis is None else self.merge_basis(basis)
