@@ -56,8 +56,7 @@ class Axis:
 
     def is_read_by(self, variant: str) -> bool:
         section, _, name = self.key.partition(".")
-        read = VARIANTS[variant].geometry_class.settings | {"geometry"}
-        return section != "attention" or name in read
+        return section != "attention" or VARIANTS[variant].reads(name)
 
 
 def _split(text: str) -> list[str]:

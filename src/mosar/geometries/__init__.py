@@ -17,6 +17,7 @@ from mosar.geometries.geometry import (
 )
 from mosar.geometries.mosar import MoSAR
 from mosar.geometries.one_regime import Fixed, RopeMask
+from mosar.geometries.own_settings import OwnSettings, setting
 from mosar.geometries.rope import Rope
 
 __all__ = [
@@ -32,10 +33,12 @@ __all__ = [
     "HeadShape",
     "LayerRouting",
     "MoSAR",
+    "OwnSettings",
     "ParameterPart",
     "Rope",
     "RopeMask",
     "operator_routing",
+    "setting",
 ]
 
 GEOMETRIES.update(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from mosar.core.checks import check_counts, check_number
 from mosar.core.config import MoSARConfig, RegimeSettings
+from mosar.geometries.own_settings import OwnSettings, read_own
 
 if TYPE_CHECKING:
     from mosar.geometries.geometry import Geometry, HeadShape
@@ -23,6 +24,8 @@ class AttentionConfig(RegimeSettings):
 
     geometry: str = "rope"
     """A name in `GEOMETRIES`."""
+    own: Any = field(default_factory=OwnSettings)
+    """The settings of this geometry alone, its class's `Own`; given as that or as a mapping."""
     rope_theta: float = 10000.0
     """Base of the rotation's wavelengths."""
     rope_fraction: float = 1.0
@@ -48,6 +51,8 @@ class AttentionConfig(RegimeSettings):
         super().__post_init__()
         if self.geometry not in GEOMETRIES:
             raise ValueError(f"geometry must be one of {list(GEOMETRIES)}, got {self.geometry!r}")
+        own = read_own(self.geometry_class.Own, self.own, self.geometry)
+        object.__setattr__(self, "own", own)
         check_number(self, "rope_theta", least=1.0)
         check_number(self, "rope_fraction", least=0.0, most=1.0)
         check_number(self, "cost_weight", least=0.0)
@@ -76,6 +81,11 @@ class AttentionConfig(RegimeSettings):
     def geometry_class(self) -> type[Geometry]:
         """Its class states the facts that hold whatever the settings are."""
         return GEOMETRIES[self.geometry]
+
+    def reads(self, setting: str) -> bool:
+        """Whether `setting`, like "barrier" or "own.buckets", changes this geometry."""
+        own = {f"own.{item.name}" for item in fields(self.own)}
+        return setting in self.geometry_class.settings | own | {"geometry"}
 
     def build(self, shape: HeadShape) -> Geometry:
         """One without storage, to ask for the facts that depend on the settings."""

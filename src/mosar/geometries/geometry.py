@@ -24,6 +24,7 @@ from mosar.core.hard_domain import build_hard_domain
 from mosar.core.outputs import LayerRouting
 from mosar.core.positional import positions_in_segments
 from mosar.geometries.config import AttentionConfig
+from mosar.geometries.own_settings import OwnSettings
 
 UNROUTED = "native"
 """How records name the routing of a geometry without routers; no implementation is meant."""
@@ -67,7 +68,9 @@ class Geometry(nn.Module):
     routed: ClassVar[bool] = False
     """Whether it has routers, and so a choice between soft, top-1 and sparse routing."""
     settings: ClassVar[frozenset[str]] = frozenset()
-    """The fields of `AttentionConfig` that it reads, besides its name."""
+    """The fields of `AttentionConfig` that it reads, besides its name and its own settings."""
+    Own: ClassVar[type[OwnSettings]] = OwnSettings
+    """Its own settings; a subclass states them as a dataclass (own_settings.py)."""
     family: ClassVar[Literal["positions", "distance", "window", "routing"]] = "positions"
     """What its attention depends on; figures may group variants by it."""
     reads_hidden: ClassVar[bool] = False
@@ -78,6 +81,7 @@ class Geometry(nn.Module):
     def __init__(self, attention: AttentionConfig, shape: HeadShape):
         super().__init__()
         self.attention, self.shape = attention, shape
+        self.own: Any = attention.own
 
     def forward(
         self,

@@ -20,7 +20,7 @@ from mosar import schema
 from mosar.core.checks import check_counts, check_number, is_real
 from mosar.data.config import DataConfig
 from mosar.data.tasks import TASKS
-from mosar.geometries import VARIANTS, AttentionConfig
+from mosar.geometries import GEOMETRIES, VARIANTS, AttentionConfig
 from mosar.model.config import ModelConfig
 from mosar.schema import check_name
 from mosar.training.precision import automatic_precision
@@ -170,11 +170,13 @@ class RunConfig:
     def flat(self) -> dict[str, Any]:
         """Dotted key -> value, as JSON holds it; labels left out."""
         values = self.to_dict()
-        return {
+        own = values["attention"].pop("own")
+        flat = {
             f"{section}.{name}": value
             for section in SECTIONS
             for name, value in values[section].items()
         }
+        return flat | {f"{_OWN}{name}": value for name, value in own.items()}
 
     def fingerprint(self) -> str:
         """A hash of the keys that decide the result, up to the order of sums and the last step."""
@@ -182,6 +184,9 @@ class RunConfig:
         # As JSON holds them, like the values they are compared with.
         sections = json.loads(json.dumps(_ADDED))
         added = {f"{name}.{key}": v for name, keys in sections.items() for key, v in keys.items()}
+        # Likewise a geometry may gain a setting of its own.
+        own = json.loads(json.dumps(asdict(self.attention.geometry_class.Own())))
+        added |= {f"{_OWN}{name}": value for name, value in own.items()}
         decisive = {
             key: value
             for key, value in self.flat().items()
@@ -199,12 +204,14 @@ SECTIONS: dict[str, type] = {
     "distributed": DistributedConfig,
 }
 _LABELS = ("variant", "preset")
+_OWN = "attention.own."
 # Keys that older run folders lack, with what their absence means; there they change no fingerprint.
 _ADDED: dict[str, dict[str, Any]] = {
     "attention": {
         name: getattr(AttentionConfig(), name)
         for name in ("cost_of", "hard_from", "router_sample", "start_regimes", "start_logit")
-    },
+    }
+    | {"own": {}},
     "data": {"task": "text"},
     "distributed": asdict(DistributedConfig()),
 }
@@ -227,13 +234,19 @@ ROUNDING = frozenset(
 )
 
 
-def known_keys() -> dict[str, Any]:
-    """Dotted key -> type of its value."""
-    return {
+def known_keys(*geometries: str) -> dict[str, Any]:
+    """Dotted key -> type of its value, with the own settings of these geometries."""
+    keys = {
         f"{section}.{name}": annotation
         for section, kind in SECTIONS.items()
         for name, annotation in schema.field_types(kind).items()
     }
+    del keys["attention.own"]
+    for geometry in geometries:
+        for name, annotation in schema.field_types(GEOMETRIES[geometry].Own).items():
+            key = f"{_OWN}{name}"
+            keys[key] = keys.get(key, annotation) | annotation
+    return keys
 
 
 def resolve_config(
@@ -254,8 +267,11 @@ def resolve_config(
         f"attention.{field.name}": getattr(VARIANTS[variant], field.name)
         for field in fields(VARIANTS[variant])
     }
+    own = asdict(values.pop("attention.own"))
     given = {**PRESETS[preset], "data.folder": str(data)}
-    changed = parse_changes(changes)
+    changed = _changes_of(changes, VARIANTS[variant].geometry)
+    if "attention.geometry" not in changed:
+        values |= {f"{_OWN}{name}": value for name, value in own.items()}
     if not (values | changed)["attention.cost_weight"]:
         # Without a price its warm-up means nothing, and must not make a run another one.
         given.pop("attention.cost_warmup", None)
@@ -271,11 +287,13 @@ def resolve_config(
 
 def changed_config(config: RunConfig, changes: Iterable[str]) -> RunConfig:
     """`config` with changes like "train.steps=60"."""
-    kinds = known_keys()
+    kinds = known_keys(config.attention.geometry)
     values = {
         key: schema.decode_value(kinds[key], value, key) for key, value in config.flat().items()
     }
-    changed = parse_changes(changes)
+    changed = _changes_of(changes, config.attention.geometry)
+    if "attention.geometry" in changed:
+        values = {key: value for key, value in values.items() if not key.startswith(_OWN)}
     if changed.get("train.steps") and values["train.decay_steps"] == values["train.steps"]:
         # It was not set apart from the steps, so it follows them.
         values["train.decay_steps"] = None
@@ -287,6 +305,9 @@ def _assemble(values: dict[str, Any], labels: dict[str, str]) -> RunConfig:
     for section, kind in SECTIONS.items():
         prefix = f"{section}."
         given = {k.removeprefix(prefix): v for k, v in values.items() if k.startswith(prefix)}
+        own = {k: given.pop(k) for k in list(given) if f"{prefix}{k}".startswith(_OWN)}
+        if own:
+            given["own"] = {k.removeprefix("own."): v for k, v in own.items()}
         try:
             sections[section] = kind(**given)
         except ValueError as error:
@@ -302,4 +323,14 @@ def _vocab_size(folder: str) -> int:
 
 def parse_changes(changes: Iterable[str]) -> dict[str, Any]:
     """ "train.steps=60" -> {"train.steps": 60}; a ValueError names the nearest known key."""
-    return schema.parse_changes(changes, known_keys())
+    return schema.parse_changes(changes, known_keys(*GEOMETRIES))
+
+
+def _changes_of(changes: Iterable[str], geometry: str) -> dict[str, Any]:
+    """The changes to a configuration of `geometry`, which a change may replace."""
+    changes = list(changes)
+    changed = parse_changes(changes)
+    geometry = changed.get("attention.geometry", geometry)
+    known = known_keys(*GEOMETRIES) | (known_keys(geometry) if geometry in GEOMETRIES else {})
+    # The words of a key that several geometries have are read as this one means them.
+    return schema.parse_changes(changes, known)

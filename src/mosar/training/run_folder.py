@@ -144,7 +144,9 @@ def check_same_run(
     if config.train.windows_per_step != saved.train.windows_per_step:
         refused |= differing & _BATCH
     if refused:
-        listed = ", ".join(f"{key} is {old[key]!r}, not {new[key]!r}" for key in sorted(refused))
+        listed = ", ".join(
+            f"{key} is {old.get(key)!r}, not {new[key]!r}" for key in sorted(refused)
+        )
         advice = "drop the change, or give another --out"
         if refused == {"train.decay_steps"} and "train.steps" in differing:
             advice = (
