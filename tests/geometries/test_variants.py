@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from core.test_positional import rotate_by_definition
 from mosar import Regime, distance_attention, forced_routing, mosar_attention
 from mosar.core.layout import resolve_layout
-from mosar.core.positional import alibi_slopes
 from mosar.core.reference_attention import dense_attention
 from mosar.geometries import (
     GEOMETRIES,
@@ -63,32 +62,6 @@ def by_definition(q, k, v, *, bias=None, window=None, softcap=None, rotated=None
         softcap=softcap,
     )
     return out.transpose(1, 2)
-
-
-@pytest.mark.parametrize("softcap", [None, 1.5])
-@pytest.mark.parametrize("name", ["rope", "p-rope", "alibi", "rope-m-mask"])
-def test_geometry_is_its_definition(name, softcap):
-    q, k, v = heads()
-    options = {
-        "rope": {},
-        "p-rope": {"rotated": 3},
-        "alibi": {
-            "rotation": False,
-            "bias": -torch.tensor(alibi_slopes(6), dtype=torch.float64)[:, None, None]
-            * (torch.arange(50)[:, None] - torch.arange(50)),
-        },
-        "rope-m-mask": {"window": 8},
-    }[name]
-    out, routing = a_geometry(name)(q, k, v, scale=SCALE, softcap=softcap)
-    assert routing is None
-    torch.testing.assert_close(out, by_definition(q, k, v, softcap=softcap, **options))
-
-
-def test_no_geometry_is_plain_attention():
-    q, k, v = heads()
-    out, routing = Geometry(AttentionConfig(), SHAPE)(q, k, v, scale=SCALE)
-    assert routing is None
-    torch.testing.assert_close(out, by_definition(q, k, v, rotation=False))
 
 
 @pytest.mark.parametrize("reach, window", [(7.9, 7), (8.0, 8), (8.1, 8)])
@@ -158,25 +131,6 @@ def test_mosar_takes_its_labels_from_the_logits():
     cool = a_geometry("mosar", dtype=torch.float32)
     expected, _ = cool(q, k, v, scale=SCALE, routing="top1")
     assert torch.equal(out, expected)
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-def test_positions_and_a_shorter_query_change_nothing_else(name):
-    """The last queries alone, with positions given, moved, or padded on the left."""
-    geometry = a_geometry(name)
-    q, k, v = heads()
-    expected, _ = geometry(q, k, v, scale=SCALE)
-    last, _ = geometry(q[:, -7:], k, v, scale=SCALE)
-    torch.testing.assert_close(last, expected[:, -7:])
-    at = torch.arange(50).expand(2, -1)
-    given, _ = geometry(q, k, v, scale=SCALE, query_positions=at, key_positions=at)
-    torch.testing.assert_close(given, expected)
-    padded = [F.pad(x, (0, 0, 0, 0, 3, 0), value=torch.nan) for x in (k, v)]
-    valid = F.pad(torch.ones(2, 50, dtype=torch.bool), (3, 0), value=False)
-    places = F.pad(at, (3, 0), value=-1000)
-    options = {"query_positions": at, "key_positions": places, "key_valid": valid}
-    behind, _ = geometry(q, *padded, scale=SCALE, **options)
-    torch.testing.assert_close(behind, expected)
 
 
 def test_plain_attention_leaves_the_cpu_to_our_operator(monkeypatch):
@@ -299,15 +253,3 @@ def test_a_new_geometry_is_one_class(monkeypatch):
     q, k, v = heads()
     out, _ = a_geometry(AttentionConfig(geometry="near"))(q, k, v, scale=SCALE)
     torch.testing.assert_close(out, by_definition(q, k, v, window=3))
-
-
-def test_nope_has_no_positions():
-    """It is attention without a bias, and does not see in which order the past stands."""
-    q, k, v = heads()
-    out, told = a_geometry("nope")(q, k, v, scale=SCALE)
-    torch.testing.assert_close(out, by_definition(q, k, v, rotation=False))
-    assert told is None
-    order = torch.cat([torch.randperm(k.shape[1] - 1), torch.tensor([k.shape[1] - 1])])
-    again, _ = a_geometry("nope")(q, k[:, order], v[:, order], scale=SCALE)
-    torch.testing.assert_close(again[:, -1], out[:, -1])
-    assert not torch.allclose(again[:, 20], out[:, 20])

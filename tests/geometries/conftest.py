@@ -1,0 +1,5 @@
+"""The corpus and the configurations of training, for the runs that every variant makes."""
+
+from training.conftest import dataset, smoke
+
+__all__ = ["dataset", "smoke"]

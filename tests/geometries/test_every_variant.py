@@ -1,0 +1,226 @@
+"""What every variant must pass: its law, causality, caches, documents, gradients, resuming.
+
+The expected answers are in laws.py; everything else here knows no variant by name but for `UNUSED`.
+"""
+
+import shutil
+from functools import cache
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from geometries.laws import LAWS, SCALE, Case
+from model.models import small_decoder, small_model
+from mosar.geometries import UNROUTED, VARIANTS, HeadShape
+from mosar.model.decoder import Decoder
+from mosar.training.loop import train
+from training.runs import assert_same_run
+
+# Parameters outside the geometry that a variant has no use for.
+UNUSED: dict[str, str] = {}
+# One head of keys for three of queries; every variant is defined at that.
+HEADS = {"num_heads": 6, "num_kv_heads": 2}
+HIDDEN, LENGTH = 32, 45
+SHAPE = HeadShape(**HEADS, head_dim=8, max_length=32)
+# A layer's index and its soft-cap.
+LAYERS = ((0, 1.5), (5, None))
+
+every_variant = pytest.mark.parametrize("name", VARIANTS)
+RUNS = [
+    (name, routing)
+    for name, attention in VARIANTS.items()
+    for routing in attention.build(SHAPE).routings
+    if routing != "top1"
+]
+every_run = pytest.mark.parametrize(("name", "routing"), RUNS)
+
+
+def executed(routing):
+    return "soft" if routing == UNROUTED else routing
+
+
+def enliven(module, *, std=0.3):
+    """Norms and the geometry's parameters away from where they start, so that every part shows."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if parameter.dim() == 1 or ".geometry." in name or not isinstance(module, Decoder):
+                parameter.normal_(std=std, generator=generator)
+    return module
+
+
+@cache
+def decoder_of(name):
+    """One decoder per variant; the tests leave it as it is."""
+    return enliven(small_decoder(name, init_std=0.2, **HEADS))
+
+
+@cache
+def wide_decoder_of(name):
+    decoder = Decoder(small_model(**HEADS), VARIANTS[name]).double()
+    decoder.load_state_dict(decoder_of(name).state_dict())
+    return decoder
+
+
+def some_tokens(batch=2, length=LENGTH, seed=0):
+    return torch.randint(0, 61, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+@cache
+def heads(length=40):
+    """q, k, v as the projections give them, and what they are projections of."""
+    generator = torch.Generator().manual_seed(1)
+    sizes = [(count, SHAPE.head_dim) for count in (6, 2, 2)] + [(HIDDEN,)]
+    return [
+        torch.randn(2, length, *size, generator=generator, dtype=torch.float64) for size in sizes
+    ]
+
+
+def geometry_of(name, layer=0):
+    attention = VARIANTS[name]
+    geometry = attention.geometry_class(attention, SHAPE._replace(layer=layer)).double()
+    return enliven(geometry, std=0.5)
+
+
+@every_run
+@torch.no_grad()
+def test_it_is_its_law_and_its_density_is_counted(name, routing):
+    q, k, v, hidden = heads()
+    for layer, softcap in LAYERS:
+        geometry = geometry_of(name, layer)
+        options = {"scale": SCALE, "softcap": softcap, "routing": executed(routing)}
+        out, told = geometry(q, k, v, hidden=hidden, **options)
+        law = LAWS[geometry.attention.geometry]
+        answer = law(Case(geometry, q, k, v, hidden, softcap, executed(routing)))
+        torch.testing.assert_close(out, answer.out)
+        assert geometry.routed == hasattr(told, "labels")
+        labels = told.labels if geometry.routed else None
+        counted = geometry.count_pairs((2, 40), routing=routing, labels=labels)
+        causal = 2 * 40 * 41 // 2
+        if not geometry.routed or routing == "sparse":
+            assert (counted or (causal, causal)) == (answer.pairs, causal)
+
+
+@every_run
+@torch.no_grad()
+def test_later_tokens_change_nothing(name, routing):
+    decoder, tokens = decoder_of(name), some_tokens()
+    whole = decoder(tokens, routing=executed(routing)).hidden
+    assert whole.isfinite().all()
+    for length in (1, 17, 32, 44):
+        prefix = decoder(tokens[:, :length], routing=executed(routing)).hidden
+        assert (prefix - whole[:, :length]).abs().max() <= 1e-6, length
+        other = torch.cat([tokens[:, :length], (tokens[:, length:] + 7) % 61], dim=1)
+        again = decoder(other, routing=executed(routing)).hidden
+        assert torch.equal(again[:, :length], whole[:, :length]), length
+        assert not torch.equal(again[:, length:], whole[:, length:])
+
+
+@every_run
+@torch.no_grad()
+def test_portions_and_padding_change_nothing(name, routing):
+    """A text in portions, beside a shorter one that is padded on the left."""
+    decoder, tokens, routing = wide_decoder_of(name), some_tokens(), executed(routing)
+    whole = decoder(tokens[:1], routing=routing).hidden
+    alone = decoder(tokens[1:, 11:], routing=routing).hidden
+    valid = torch.arange(LENGTH) >= torch.tensor([0, 11])[:, None]
+    padded = decoder(tokens, valid=valid, routing=routing).hidden
+    for sizes in ((LENGTH,), (30, 1, 1, 13), (7, 1, 1, 3, *(1,) * 33)):
+        cache = decoder.new_cache(routing)
+        parts = [
+            decoder(part, valid=mask, routing=routing, cache=cache).hidden
+            for part, mask in zip(tokens.split(sizes, 1), valid.split(sizes, 1), strict=True)
+        ]
+        for found in (torch.cat(parts, dim=1), padded):
+            assert (found[:1] - whole).abs().max() <= 1e-11, sizes
+            assert (found[1:, 11:] - alone).abs().max() <= 1e-11, sizes
+        assert cache.lengths.tolist() == [LENGTH, LENGTH - 11]
+
+
+@every_variant
+@torch.no_grad()
+def test_places_and_padded_slots_change_nothing(name):
+    """The last queries alone, positions that are given, and slots that were never written."""
+    geometry = geometry_of(name)
+    if geometry.reads_hidden:
+        return
+    q, k, v, _ = heads()
+    expected, _ = geometry(q, k, v, scale=SCALE)
+    last, _ = geometry(q[:, -7:], k, v, scale=SCALE)
+    torch.testing.assert_close(last, expected[:, -7:])
+    at = torch.arange(40).expand(2, -1)
+    given, _ = geometry(q, k, v, scale=SCALE, query_positions=at, key_positions=at)
+    torch.testing.assert_close(given, expected)
+    padded = [F.pad(x, (0, 0, 0, 0, 3, 0), value=torch.nan) for x in (k, v)]
+    valid = F.pad(torch.ones(2, 40, dtype=torch.bool), (3, 0), value=False)
+    places = F.pad(at, (3, 0), value=-1000)
+    options = {"query_positions": at, "key_positions": places, "key_valid": valid}
+    behind, _ = geometry(q, *padded, scale=SCALE, **options)
+    torch.testing.assert_close(behind, expected)
+
+
+@every_run
+@torch.no_grad()
+def test_documents_are_the_same_wherever_they_stand(name, routing):
+    decoder, routing = wide_decoder_of(name), executed(routing)
+    documents = [some_tokens(1, length, seed=length) for length in (13, 1, 20, 11)]
+    packed = torch.cat(documents, dim=1)
+    ids = torch.cat([torch.full_like(d, 9 - i) for i, d in enumerate(documents)], dim=1)
+    # The second row is one document.
+    ids = torch.cat([ids, torch.zeros_like(ids)])
+    found = decoder(packed.expand(2, -1), segment_ids=ids, routing=routing).hidden
+    separate = [decoder(document, routing=routing).hidden for document in documents]
+    assert (found[:1] - torch.cat(separate, dim=1)).abs().max() <= 1e-11
+    assert (found[1:] - decoder(packed, routing=routing).hidden).abs().max() <= 1e-11
+
+
+@every_variant
+def test_shared_weights_start_alike_and_all_of_them_learn(name):
+    """Of the loss with its price; what is outside of the geometry starts as in `rope`."""
+    rope = dict(small_decoder("rope", **HEADS).named_parameters())
+    decoder = small_decoder(name, **HEADS)
+    names = [n for n, _ in decoder.named_parameters() if ".geometry." not in n]
+    assert names == list(rope)
+    assert all(torch.equal(decoder.get_parameter(n), rope[n]) for n in names)
+    exact = gradients(enliven(decoder))
+    recomputed = gradients(decoder, checkpoint_activations=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        narrow = gradients(decoder)
+    for parameter, gradient in exact.items():
+        unused = UNUSED.get(VARIANTS[name].geometry, "nothing") in parameter
+        assert bool(gradient.count_nonzero()) != unused, parameter
+        assert torch.equal(recomputed[parameter], gradient), parameter
+        assert narrow[parameter].isfinite().all(), parameter
+
+
+def gradients(decoder, **options):
+    """Of the loss with its price, by name; 0 where there is none."""
+    tokens, parameters = some_tokens(), dict(decoder.named_parameters())
+    output = decoder(tokens[:, :-1], **options)
+    logits = decoder.logits(output.hidden).float()
+    loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    geometry = decoder.geometries[0]
+    basis = geometry.price_basis(output.routings or output.prices)
+    if basis is not None:
+        loss = loss + geometry.price(basis)
+    found = torch.autograd.grad(loss, list(parameters.values()), materialize_grads=True)
+    assert all(gradient.isfinite().all() for gradient in found)
+    return dict(zip(parameters, found, strict=True))
+
+
+TINY = [
+    *("train.steps=4", "train.checkpoint_every=2", "train.eval_every=4", "train.keep_last=2"),
+    *("model.num_layers=1", "model.hidden_size=16", "model.ffn_size=16"),
+    *("train.micro_batch=2", "train.eval_batches=1", "train.warmup_steps=1"),
+]
+
+
+@every_variant
+def test_resuming_is_bit_for_bit_one_run(name, smoke, tmp_path):
+    config, whole, again = smoke(name, *TINY), tmp_path / "whole", tmp_path / "again"
+    train(config, whole, progress=False)
+    shutil.copytree(whole, again)
+    shutil.rmtree(again / "checkpoints" / "step-00000004")
+    assert train(config, again, progress=False).resumed_from == 2
+    assert_same_run(again, whole)
