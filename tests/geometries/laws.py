@@ -9,6 +9,7 @@ Shapes: B batch, H query heads, T tokens, D head dim, C hidden size.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
@@ -101,6 +102,36 @@ def alibi(case: Case, i: int, j: int) -> Tensor:
     return -(i - j) * torch.tensor(alibi_slopes(case.q.shape[2]), dtype=torch.float64)
 
 
+def faded(case: Case) -> tuple[Tensor, Tensor]:
+    """Rotated, and divided by what the other side is multiplied with."""
+    own, half, at = case.geometry.own, case.q.shape[-1] // 2, torch.arange(case.q.shape[1])
+    zeta = (torch.arange(half).double() / half + own.gamma) / (1 + own.gamma)
+    fade = zeta ** (at[:, None] / (own.base * case.geometry.shape.max_length))
+    fade = fade.repeat(1, 2)[None, :, None]
+    q, k = rotated(case)
+    return q * fade, k / fade
+
+
+def slow_ones_stand(case: Case) -> tuple[Tensor, Tensor]:
+    half, length = case.q.shape[-1] // 2, case.geometry.shape.max_length
+    at = torch.arange(case.q.shape[1])[None]
+    turned = sum(2 * math.pi * 10000 ** (i / half) <= length for i in range(half))
+    q, k = (rotate_by_definition(x, at, rotated=turned) for x in (case.q, case.k))
+    return q, k
+
+
+def t5(case: Case, i: int, j: int) -> Tensor:
+    table = case.geometry.table.reshape(case.q.shape[2], 32)
+    d = i - j
+    bucket = d if d < 16 else 16 + int(16 * math.log(d / 16) / math.log(8))
+    return table[:, bucket]
+
+
+def kerple(case: Case, i: int, j: int) -> Tensor:
+    rate, power = case.geometry.rate.clamp_min(0.01), case.geometry.power.clamp(0.01, 2)
+    return -power * (1 + rate * (i - j)).log()
+
+
 @cache
 def gates(config: MoSARConfig) -> Tensor:
     """g_mn(d) of distances up to 63, [64, R, R]."""
@@ -145,5 +176,9 @@ LAWS: dict[str, Callable[[Case], Answer]] = {
     "fixed": pairwise(one_regime, rotated),
     "rope-mask": pairwise(one_window, rotated),
     "mosar": mosar,
+    "xpos": pairwise(no_bias, faded),
+    "hope-high": pairwise(no_bias, slow_ones_stand),
+    "t5": pairwise(t5, plain),
+    "kerple": pairwise(kerple, plain),
 }
 """By the name of the geometry."""

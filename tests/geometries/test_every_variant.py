@@ -22,7 +22,7 @@ UNUSED: dict[str, str] = {}
 # One head of keys for three of queries; every variant is defined at that.
 HEADS = {"num_heads": 6, "num_kv_heads": 2}
 HIDDEN, LENGTH = 32, 45
-SHAPE = HeadShape(**HEADS, head_dim=8, max_length=32)
+SHAPE = HeadShape(**HEADS, head_dim=8, max_length=32, hidden_size=HIDDEN)
 # A layer's index and its soft-cap.
 LAYERS = ((0, 1.5), (5, None))
 

@@ -15,10 +15,12 @@ from mosar.geometries.geometry import (
     ParameterPart,
     operator_routing,
 )
+from mosar.geometries.learned_distance import Kerple, T5Bias
 from mosar.geometries.mosar import MoSAR
 from mosar.geometries.one_regime import Fixed, RopeMask
 from mosar.geometries.own_settings import OwnSettings, setting
-from mosar.geometries.rope import Rope
+from mosar.geometries.rope import HighFrequencyRope, Rope
+from mosar.geometries.xpos import XPos
 
 __all__ = [
     "GEOMETRIES",
@@ -50,6 +52,10 @@ GEOMETRIES.update(
         "rope-mask": RopeMask,
         "mosar": MoSAR,
         "nope": Geometry,
+        "xpos": XPos,
+        "hope-high": HighFrequencyRope,
+        "t5": T5Bias,
+        "kerple": Kerple,
     }
 )
 
@@ -68,5 +74,9 @@ PAPER_VARIANTS = tuple(_PAPER)
 VARIANTS: dict[str, AttentionConfig] = {
     **_PAPER,
     "nope": AttentionConfig(geometry="nope"),
+    "xpos": AttentionConfig(geometry="xpos"),
+    "hope-high": AttentionConfig(geometry="hope-high"),
+    "t5": AttentionConfig(geometry="t5"),
+    "kerple": AttentionConfig(geometry="kerple"),
 }
 """Every model that can be compared, by name."""

@@ -44,6 +44,8 @@ class HeadShape(NamedTuple):
     max_length: int
     layer: int = 0
     """The index of the layer, from 0."""
+    hidden_size: int = 0
+    """C of `hidden`, for geometries that read it."""
 
 
 class ParameterPart(NamedTuple):

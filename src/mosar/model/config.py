@@ -55,4 +55,5 @@ class ModelConfig:
     @property
     def head_shape(self) -> HeadShape:
         """What a geometry must know of the model."""
-        return HeadShape(self.num_heads, self.num_kv_heads, self.head_dim, self.max_length)
+        heads = (self.num_heads, self.num_kv_heads, self.head_dim)
+        return HeadShape(*heads, self.max_length, hidden_size=self.hidden_size)

@@ -1,0 +1,109 @@
+"""Other systems' positions and biases: their definitions, their limits, and known answers."""
+
+import json
+
+import pytest
+import torch
+
+from geometries import known_answers
+from geometries.known_answers import DIM, HEADS
+from mosar.attention import distance_attention
+from mosar.core.layout import resolve_layout
+from mosar.core.reference_attention import dense_attention
+from mosar.geometries import VARIANTS, AttentionConfig, HeadShape
+from mosar.geometries.learned_distance import t5_bucket
+
+ANSWERS = json.loads(known_answers.FILE.read_text())
+SHAPE = HeadShape(num_heads=HEADS, num_kv_heads=HEADS, head_dim=DIM, max_length=8, hidden_size=3)
+
+
+def build(variant, *, shape=SHAPE, **own):
+    geometry = AttentionConfig(geometry=variant, own=own).geometry_class(
+        AttentionConfig(geometry=variant, own=own), shape
+    )
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in geometry.named_parameters():
+            geometry.init_parameter(name, parameter, generator)
+    return geometry.double()
+
+
+def dense(q, k, v, bias, *, admissible=True):
+    """By definition, [B, T, H, D]."""
+    layout = resolve_layout(q.shape[0], q.shape[1], k.shape[1])
+    out, _, _ = dense_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)),
+        bias=bias,
+        admissible=layout.exists()[:, None] & admissible,
+        key_valid=None,
+        scale=None,
+        softcap=None,
+    )
+    return out.transpose(1, 2)
+
+
+def distances(length):
+    return torch.arange(length)[:, None] - torch.arange(length)
+
+
+def test_xpos_gives_the_scores_of_rotary_embedding_torch():
+    q, k, _ = known_answers.heads()
+    at = torch.arange(known_answers.LENGTH)[None]
+    turned = build("xpos").transform(q, k, at, at)  # B = N / 2 = 4
+    scores = torch.einsum("bthd,bshd->bhts", *turned)
+    torch.testing.assert_close(
+        scores, torch.tensor(ANSWERS["xpos_scores"]).double(), atol=2e-6, rtol=1e-5
+    )
+
+
+def test_xpos_refuses_positions_that_it_cannot_compute():
+    q, k, _ = known_answers.heads()
+    at = torch.tensor([[0, 1, 2, 3, 4, 241]])
+    with pytest.raises(ValueError, match=r"xpos computes positions up to 240 .*, got 241"):
+        build("xpos").transform(q, k, at, at)
+
+
+@pytest.mark.parametrize(("length", "dim", "rotated"), [(512, 64, 16), (64, 64, 9), (4, 8, 0)])
+def test_hope_high_is_p_rope_by_wavelength(length, dim, rotated):
+    shape = HeadShape(2, 1, dim, length)
+    geometry = VARIANTS["hope-high"].build(shape)
+    assert geometry.fraction == rotated / (dim // 2)
+    q = torch.randn(1, 5, 2, dim)
+    same = AttentionConfig(geometry="p-rope", rope_fraction=rotated / (dim // 2)).build(shape)
+    at = torch.arange(5)[None]
+    assert torch.equal(geometry.transform(q, q, at, at)[0], same.transform(q, q, at, at)[0])
+
+
+def test_t5_has_the_buckets_of_transformers():
+    assert t5_bucket(torch.arange(300), 32, 128).tolist() == ANSWERS["t5_buckets"]
+
+
+def test_t5_is_a_table_of_buckets():
+    geometry = build("t5", buckets=4, max_distance=5)
+    assert t5_bucket(torch.arange(8), 4, 5).tolist() == [0, 1, 2, 2, 3, 3, 3, 3]
+    q, k, v = known_answers.heads()
+    buckets = t5_bucket(distances(q.shape[1]).clamp_min(0), 4, 5)
+    bias = geometry.table.reshape(HEADS, 4)[:, buckets]
+    torch.testing.assert_close(geometry(q, k, v, scale=DIM**-0.5)[0], dense(q, k, v, bias))
+
+
+@pytest.mark.parametrize("kernel", ["log", "power"])
+def test_kerple_is_its_kernel(kernel):
+    geometry = build("kerple", kernel=kernel)
+    with torch.no_grad():
+        geometry.rate[0], geometry.power[0] = -1.0, 3.0  # held at 0.01 and 2
+    q, k, v = known_answers.heads()
+    far = distances(q.shape[1]).clamp_min(0).double()
+    rate, power = (x.clamp(0.01, 2)[:, None, None] for x in (geometry.rate, geometry.power))
+    bias = -power * torch.log1p(rate * far) if kernel == "log" else -rate * far**power
+    torch.testing.assert_close(geometry(q, k, v, scale=DIM**-0.5)[0], dense(q, k, v, bias))
+
+
+def test_kerple_of_power_one_is_alibi():
+    geometry, slopes = build("kerple", kernel="power"), torch.tensor([0.5, 0.0625]).double()
+    with torch.no_grad():
+        geometry.power.fill_(1.0)
+        geometry.rate.copy_(slopes)
+    q, k, v = known_answers.heads()
+    expected = distance_attention(*(x.transpose(1, 2) for x in (q, k, v)), slopes=slopes)
+    torch.testing.assert_close(geometry(q, k, v, scale=DIM**-0.5)[0], expected.transpose(1, 2))
