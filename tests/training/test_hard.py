@@ -5,13 +5,19 @@ import shutil
 import pytest
 import torch
 
+from mosar.attention import ROUTINGS
+from mosar.core.bias import MixtureBias
 from mosar.core.hard_domain import build_hard_domain
-from mosar.core.losses import expected_density, normalized_reach_cost
+from mosar.core.layout import resolve_layout
+from mosar.core.losses import expected_density, expected_discarded_mass, normalized_reach_cost
+from mosar.core.reference_attention import attend_routed
+from mosar.core.regimes import support_reach
 from mosar.evaluation.loaded_run import LoadedRun
-from mosar.geometries import AttentionConfig
+from mosar.geometries import VARIANTS, AttentionConfig, HeadShape, MoSAR
 from mosar.model.decoder import Decoder
 from mosar.training.config import RunConfig, resolve_config
 from mosar.training.loop import train
+from mosar.training.objective import Objective
 from mosar.training.run_folder import read_metrics
 
 HARD = (
@@ -20,6 +26,7 @@ HARD = (
     "attention.cost_of=pairs",
     "attention.cost_weight=0.1",
     'attention.start_regimes=["S"]',
+    "train.position_offset=100",
     "train.steps=8",
     "train.eval_every=4",
     "train.checkpoint_every=4",
@@ -50,10 +57,8 @@ def test_soft_means_what_was_trained(hard_run):
         loaded = LoadedRun.open(hard_run, step or None)
         if not step:
             loaded.decoder.begin_step(3, 8)
-        soft, sparse = (
-            loaded.decoder(tokens, routing=routing).hidden for routing in ("soft", "sparse")
-        )
-        assert torch.equal(soft, sparse) is is_hard
+        *others, sparse = (loaded.decoder(tokens, routing=r).hidden for r in ROUTINGS)
+        assert all(torch.equal(hidden, sparse) is is_hard for hidden in others)
 
 
 def test_the_metrics_say_reach_whatever_has_the_price(hard_run):
@@ -130,6 +135,65 @@ def test_groups_start_in_their_regimes():
             assert torch.equal(labels[:, 1].unique(), torch.tensor([1]))
 
 
+def test_heads_that_route_alone_have_copies_of_their_keys():
+    """As in a model with so many key heads; a key gets the sum of its copies' gradients."""
+    attention = AttentionConfig(
+        geometry="mosar", per_head=True, ladder=True, start_regimes=("each",), hard_from=0.0
+    )
+    shared, apart = (MoSAR(attention, HeadShape(4, heads, 8, 64)).double() for heads in (2, 4))
+    assert [r.reach for r in shared.config.regimes] == [4, 16, 64] and shared.config.regimes[
+        -1
+    ].name == "G"
+    for name, parameter in shared.named_parameters():
+        shared.init_parameter(name.split(".")[-1], parameter.data, torch.Generator().manual_seed(3))
+    apart.load_state_dict(shared.state_dict())
+    generator = torch.Generator().manual_seed(4)
+    q = torch.randn(2, 40, 4, 8, dtype=torch.float64, generator=generator)
+    k, v = torch.randn(2, 2, 40, 2, 8, dtype=torch.float64, generator=generator)
+    grads = []
+    for geometry in (shared, apart):
+        inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+        given = (
+            inputs
+            if geometry is shared
+            else [inputs[0], *(x.repeat_interleave(2, 2) for x in inputs[1:])]
+        )
+        out, routed = geometry(*given, scale=8**-0.5)
+        assert routed.labels[0].shape == (2, 4, 40)
+        grads.append(
+            [out, *torch.autograd.grad(out.square().sum(), [*inputs, *geometry.parameters()])]
+        )
+    assert all(torch.equal(one, two) for one, two in zip(*grads, strict=True))
+    assert [int(x) for x in routed.labels[0][0, :, 0]] == [0, 1, 0, 1]
+
+
+def test_windows_begin_at_a_position_that_follows_from_seed_and_step():
+    objective = Objective(hard_config())
+    firsts = [objective.first_position(step) for step in range(1, 200)]
+    assert firsts == [Objective(hard_config()).first_position(step) for step in range(1, 200)]
+    assert min(firsts) < 10 and 90 < max(firsts) <= 100
+    assert firsts[:9] != [
+        Objective(hard_config("train.seed=1")).first_position(s) for s in range(1, 10)
+    ]
+
+
+@pytest.mark.parametrize("segments", [False, True])
+def test_an_offset_moves_what_routers_read_and_no_distance(segments):
+    decoder = Decoder(hard_config().model, VARIANTS["mosar"]).double()
+    decoder.init_weights(0)
+    plain = Decoder(hard_config().model, VARIANTS["rope"]).double()
+    plain.init_weights(0)
+    tokens = torch.randint(0, 20, (2, 48), generator=torch.Generator().manual_seed(0))
+    ids = (torch.arange(48) // 20).expand(2, -1) if segments else None
+    first, moved = (plain(tokens, segment_ids=ids, position_offset=n).hidden for n in (0, 300))
+    torch.testing.assert_close(first, moved, rtol=0, atol=1e-9)
+    first, moved = (
+        decoder(tokens, segment_ids=ids, position_offset=n).routings[0].query.logits
+        for n in (0, 300)
+    )
+    assert not torch.allclose(first, moved, atol=1e-9)
+
+
 @pytest.mark.parametrize(
     ("setting", "value", "what"),
     [
@@ -137,19 +201,28 @@ def test_groups_start_in_their_regimes():
         ("router_sample", 0.0, "router_sample"),
         ("cost_of", "tokens", "cost_of"),
         ("start_regimes", ("X",), "regime"),
+        ("per_head", {"per_head": True, "routing_groups": 2}, "routing_groups must stay 1"),
     ],
 )
 def test_wrong_settings_are_named(setting, value, what):
     with pytest.raises(ValueError, match=what):
-        AttentionConfig(geometry="mosar", **{setting: value})
+        AttentionConfig(
+            geometry="mosar", **(value if isinstance(value, dict) else {setting: value})
+        )
 
 
 def test_settings_of_older_runs_mean_what_they_meant():
     config = resolve_config(variant="mosar", preset="smoke", data="unused", vocab_size=99)
     values = config.to_dict()
-    added = ("cost_of", "hard_from", "router_sample", "start_regimes", "start_logit")
-    for name in added:
-        del values["attention"][name]
+    for section, added in {
+        "attention": (
+            *("cost_of", "hard_from", "router_sample", "start_regimes", "start_logit"),
+            *("ladder", "per_head", "mass_weight"),
+        ),
+        "train": ("position_offset",),
+    }.items():
+        for name in added:
+            del values[section][name]
     again = RunConfig.from_dict(values)
     assert again == config and again.fingerprint() == config.fingerprint()
 
@@ -219,3 +292,59 @@ def test_a_compiled_hard_decoder_trains(hard_run):
     found = torch.autograd.grad(compiled(tokens).hidden.sum(), list(decoder.parameters()))
     for one, other in zip(found, plain, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_discarded_mass_is_the_attention_outside_of_a_drawn_support(packed, monkeypatch):
+    """By its definition in float64, whatever the chunks; in a hard model it is what is dropped."""
+    config = AttentionConfig(geometry="mosar", routing_groups=2, num_sinks=1).mosar_config(32)
+    generator = torch.Generator().manual_seed(5)
+    q, k = (torch.randn(2, h, 50, 8, dtype=torch.float64, generator=generator) for h in (4, 2))
+    pi = torch.rand(2, 2, 2, 50, 3, dtype=torch.float64, generator=generator).softmax(dim=-1)
+    segment_ids = (torch.arange(50) // 20).expand(2, -1) if packed else None
+    given = {"scale": 0.4, "softcap": 5.0, "segment_ids": segment_ids}
+    monkeypatch.setattr("mosar.core.losses._CHUNK", 2 * 18 * 50 * 7)
+
+    layout = resolve_layout(2, 50, 50, segment_ids=segment_ids)
+    soft = attend_routed(q, k, k, layout, MixtureBias(*pi, config), scale=0.4, softcap=5.0)
+    inside = layout.distances()[..., None, None] <= support_reach(config)
+    keep = torch.einsum("bgtm,btsmn,bgsn->bgts", pi[0], inside.double().expand(2, *[-1] * 4), pi[1])
+    keep = keep.masked_fill(layout.sinks(1)[:, None, None], 1.0).repeat_interleave(2, dim=1)
+    rows = (soft.attention * (1 - keep)).sum(dim=-1)
+    assert float(expected_discarded_mass(q, k, MixtureBias(*pi, config), **given)) == pytest.approx(
+        float(rows.mean()), rel=1e-12
+    )
+    some = torch.tensor([3, 9, 44])
+    found = expected_discarded_mass(q, k, MixtureBias(*pi, config), queries=some, **given)
+    assert float(found) == pytest.approx(float(rows[..., some].mean()), rel=1e-12)
+    inputs = [x.requires_grad_() for x in (q, k, *pi.clone())]
+    assert torch.autograd.gradcheck(
+        lambda q, k, *pi: expected_discarded_mass(
+            q, k, MixtureBias(*pi, config), queries=some, **given
+        ),
+        inputs,
+        fast_mode=True,
+    )
+
+
+def test_the_mass_lowers_what_sparse_execution_drops():
+    """With its weight the loss has the mean of the layers' masses, and the routers follow it."""
+    settings = ("attention.mass_weight=3", "attention.cost_warmup=0", "attention.cost_weight=0")
+    config = resolve_config(
+        variant="mosar", preset="smoke", data="unused", changes=["data.task=recall", *settings]
+    )
+    decoder, objective = Decoder(config.model, config.attention), Objective(config)
+    decoder.init_weights(0)
+    tokens = torch.randint(0, 20, (2, 49), generator=torch.Generator().manual_seed(0))
+    optimizer = torch.optim.SGD([p for n, p in decoder.named_parameters() if "router" in n], 3.0)
+    masses = []
+    for step in range(1, 6):
+        terms = objective(decoder, tokens, None, step=step)
+        masses.append(float((terms.loss - terms.lm_loss).detach()) / 3)
+        optimizer.zero_grad()
+        terms.loss.backward()
+        optimizer.step()
+    assert 0 < masses[-1] < masses[0] < 1
+    layers = [float(layer.discarded.detach()) for layer in decoder(tokens[:, :-1]).routings]
+    terms = objective(decoder, tokens, None, step=6)
+    assert float((terms.loss - terms.lm_loss).detach()) == pytest.approx(3 * sum(layers) / 2, 1e-4)

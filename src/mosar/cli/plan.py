@@ -140,6 +140,7 @@ def _draw(made: Plan, path: Path) -> None:
 
 def _choose_curves(config: RunConfig, density: str | None) -> list[DensityCurve]:
     """The curves of a routed variant, the one that is asked for first; none for the others."""
+    from mosar.geometries import VARIANTS
     from mosar.planning.density import constant_curve, curves_from_records, packaged_curves
 
     if not config.attention.geometry_class.routed:
@@ -149,18 +150,24 @@ def _choose_curves(config: RunConfig, density: str | None) -> list[DensityCurve]
     packaged = packaged_curves()
     sources = sorted({name.split("/")[0] for name in packaged})
     if density is None:
+        regimes = config.regimes.num_regimes
+        counted = [packaged.get(f"{source}/{config.variant}") for source in sources]
+        fits = any(curve and len(curve.points[0].pairs) == regimes for curve in counted)
+        if VARIANTS[config.variant].geometry_class.routed and not fits:
+            return [constant_curve(1.0, "no model with these regimes was counted: as if dense")]
         # The published model has published shares; smaller ones are nearer to our own records.
         density = "paper" if config.preset == "paper" else "small"
     if density in sources:
         order = [density, *(source for source in sources if source != density)]
-        curves = [packaged.get(f"{source}/{config.variant}") for source in order]
-        if None in curves:
+        found = [packaged.get(f"{source}/{config.variant}") for source in order]
+        curves = [curve for curve in found if curve is not None]
+        if found[0] is None:
             raise PlanError(
                 f"there is no density curve of {config.variant} with attention.geometry="
                 f"{config.attention.geometry}; give --density a number or a folder with records, "
                 "or name the routed variant with --variant"
             )
-        return [curve for curve in curves if curve is not None]
+        return curves
     try:
         number = float(density)
     except ValueError:

@@ -77,7 +77,8 @@ class RegimeSettings:
     composition: Composition = "mean"
     """How two reaches make a pair's reach: "mean" (the paper's), "min" or "max"."""
     routing_groups: int = 1
-    """Gr: heads of a layer route in this many groups; a divisor of the key/value heads."""
+    """Gr: heads of a layer route in this many groups; a divisor of the key/value heads, or in a
+    model a multiple of them that divides the query heads."""
     num_sinks: int = 0
     """The first keys of a row (of a segment) that every query may read with gate 1."""
 
@@ -130,6 +131,19 @@ class MoSARConfig(RegimeSettings):
             Regime("M", max_length / 4, 0.5),
             Regime("G", max_length, 1.0),
         )
+        return cls(max_length=max_length, **{"regimes": regimes, **changes})
+
+    @classmethod
+    def ladder(cls, max_length: int, **changes: Any) -> MoSARConfig:
+        """Finer regimes for a training length N: reaches 4, 16, 64, ... below N, and N.
+
+        Their names are their reaches, the last one is G; decay sets in after a quarter of a reach.
+        """
+        if not is_count(max_length, 2):
+            raise ValueError(f"max_length must be an integer >= 2, got {max_length!r}")
+        reaches = [4**k for k in range(1, 32) if 4**k < max_length] or [max_length // 2]
+        local = tuple(Regime(str(reach), reach, 0.25) for reach in reaches)
+        regimes = (*local, Regime("G", max_length, 1.0))
         return cls(max_length=max_length, **{"regimes": regimes, **changes})
 
     @property

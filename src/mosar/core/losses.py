@@ -1,19 +1,30 @@
-"""The prices of looking far, which the training loss may add.
+"""What the training loss may add: the prices of looking far, and of what sparse execution drops.
 
 reach   1/2 E[pi_Q·c + pi_K·c],   c_m = min(delta_m / N, 1),   c_G = 1   (MoSAR-Cost)
 pairs   E|Omega| / |causal| if each token drew its regime from its own probabilities
+mass    mean_i sum_j p_ij (1 - keep_ij),   keep_ij = sum_mn pi_Q pi_K [d <= delta_mn]
+
+Shapes: B batch, H query heads, Gr routing groups, T queries, S keys, R regimes.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
+from mosar.core.bias import MixtureBias
 from mosar.core.config import MoSARConfig, check_config
+from mosar.core.inputs import check_attention_inputs, without_autocast
+from mosar.core.reference_attention import attend_routed
 from mosar.core.regimes import support_reach
+
+# So many numbers at a time.
+_CHUNK = 1 << 22
 
 
 def warmed_up(weight: float, warmup: int, step: int | None) -> float:
@@ -106,3 +117,58 @@ def expected_density(
     groups = pi_q.shape[1]
     pairs = (pi_q[..., None] * window_BGTRR).sum() + groups * sinks_BT.sum()
     return pairs / (groups * keys_BT.sum()).clamp_min(1)
+
+
+def expected_discarded_mass(
+    q: Tensor,
+    k: Tensor,
+    bias: MixtureBias,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    queries: Tensor | None = None,
+    **placement: Any,
+) -> Tensor:
+    """The share of soft attention outside of the support, if each token drew its regime: a scalar.
+
+    q [B, H, T, D] and k [B, K, S, D] as attention is given them. It is differentiable in q, k and
+    both routings. queries [n] int64: the mean is taken over these; None: over all. `placement` is
+    that of the operators. Some rows are computed at a time, and again in the backward pass.
+    """
+    layout = check_attention_inputs(q, k, k, scale, softcap, **placement)
+    if queries is None:
+        queries = torch.arange(q.shape[2], device=q.device)
+    width = max(q.shape[1], bias.groups * bias.config.num_regimes**2)
+    rows = max(1, _CHUNK // (q.shape[0] * width * k.shape[2]))
+
+    def mass_of(some: Tensor, q: Tensor, k: Tensor, pi_q: Tensor, pi_k: Tensor) -> Tensor:
+        part, pi_q = layout.of_queries(some), pi_q.index_select(2, some)
+        mixture = MixtureBias(pi_q, pi_k, bias.config)
+        # The values are of no concern.
+        result = attend_routed(
+            *(q.index_select(2, some), k, k[..., :1].detach()),
+            part,
+            mixture,
+            scale=scale,
+            softcap=softcap,
+        )
+        inside = part.distances()[..., None, None] <= support_reach(bias.config, q.device)
+        with without_autocast(q):
+            dtype = result.attention.dtype
+            keep_BGTS = torch.einsum(
+                "bgtm,btsmn,bgsn->bgts",
+                pi_q.to(dtype),
+                inside.to(dtype).expand(len(q), *[-1] * 4),
+                pi_k.to(dtype),
+            )
+            if bias.config.num_sinks:
+                sinks_BGTS = part.sinks(bias.config.num_sinks)[:, None, None, :]
+                keep_BGTS = keep_BGTS.masked_fill(sinks_BGTS, 1.0)
+            of_group = result.attention.unflatten(1, (bias.groups, -1))
+            return (of_group * (1 - keep_BGTS[:, :, None])).sum()
+
+    masses = [
+        checkpoint(mass_of, some, q, k, bias.query, bias.key, use_reentrant=False)
+        for some in queries.split(rows)
+    ]
+    return torch.stack(masses).sum() / (q.shape[0] * q.shape[1] * max(len(queries), 1))  # pyright: ignore[reportArgumentType, reportCallIssue]

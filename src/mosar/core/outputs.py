@@ -44,6 +44,8 @@ class LayerRouting(NamedTuple):
 
     query: RouterOutput
     key: RouterOutput
+    discarded: Tensor | None = None
+    """The expected discarded mass, where the objective wants it: a scalar."""
 
     @property
     def labels(self) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@ name; a variant is a named setting of it in `VARIANTS`. docs/geometries.md shows
 """
 
 from mosar.geometries.alibi import Alibi
-from mosar.geometries.config import GEOMETRIES, AttentionConfig
+from mosar.geometries.config import EACH, GEOMETRIES, AttentionConfig
 from mosar.geometries.geometry import (
     UNROUTED,
     Attended,
@@ -73,6 +73,11 @@ PAPER_VARIANTS = tuple(_PAPER)
 """The matched set of the paper, which `mosar reproduce` runs unless told otherwise."""
 VARIANTS: dict[str, AttentionConfig] = {
     **_PAPER,
+    "mosar-plus": AttentionConfig(
+        geometry="mosar",
+        **{"ladder": True, "per_head": True, "start_regimes": EACH},
+        **{"hard_from": 0.0, "router_sample": 0.25, "cost_of": "pairs", "cost_weight": 0.2},
+    ),
     "nope": AttentionConfig(geometry="nope"),
     "xpos": AttentionConfig(geometry="xpos"),
     "hope-high": AttentionConfig(geometry="hope-high"),

@@ -14,6 +14,8 @@ from mosar.geometries.own_settings import OwnSettings, read_own
 if TYPE_CHECKING:
     from mosar.geometries.geometry import Geometry, HeadShape
 
+EACH = ("each",)
+"""Routing groups start in all regimes but the global one, in turn."""
 GEOMETRIES: dict[str, type[Geometry]] = {}
 """The known geometries by name; the package fills it, and so may anybody else."""
 
@@ -38,14 +40,21 @@ class AttentionConfig(RegimeSettings):
     """Steps over which lambda rises linearly from 0."""
     cost_of: Literal["reach", "pairs"] = "reach"
     """What has the price: the expected reach of a token, or the expected pairs of the support."""
+    mass_weight: float = 0.0
+    """mu: weight of the discarded mass in the loss of soft routing; it warms up like lambda."""
     hard_from: float | None = None
     """The share of the steps after which routing is hard; None: it stays soft, as in the paper."""
     router_sample: float = 1.0
     """The share of the queries that hard routing takes the routers' gradient from."""
     start_regimes: tuple[str, ...] = ()
-    """The regime that each routing group starts in, in turn; (): routing starts uniform."""
+    """The regime that each routing group starts in, in turn; ["each"]: all but the global one;
+    []: routing starts uniform."""
     start_logit: float = 1.0
     """How far the logit of that regime is above the others at first."""
+    ladder: bool = False
+    """Where no regimes are given: reaches 4, 16, 64, ... and N instead of the paper's three."""
+    per_head: bool = False
+    """Every query head routes on its own; else there are `routing_groups` groups of heads."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -56,6 +65,7 @@ class AttentionConfig(RegimeSettings):
         check_number(self, "rope_theta", least=1.0)
         check_number(self, "rope_fraction", least=0.0, most=1.0)
         check_number(self, "cost_weight", least=0.0)
+        check_number(self, "mass_weight", least=0.0)
         if self.cost_of not in ("reach", "pairs"):
             raise ValueError(f"cost_of must be reach or pairs, got {self.cost_of!r}")
         if self.hard_from is not None:
@@ -64,10 +74,17 @@ class AttentionConfig(RegimeSettings):
         check_number(self, "start_logit", least=0.0)
         check_counts(self, {"cost_warmup": 0})
         object.__setattr__(self, "start_regimes", tuple(self.start_regimes))
-        # Their names are the same at any length.
         regimes = self.mosar_config(MoSARConfig().max_length)
-        for name in (*self.start_regimes, *([] if self.regime is None else [self.regime])):
-            regimes.regime_index(name)
+        named = () if self.start_regimes == EACH else self.start_regimes
+        # The paper's names are the same at any length; those of a ladder are not.
+        for name in () if self.ladder else (*named, self.regime):
+            if name is not None:
+                regimes.regime_index(name)
+        if self.per_head and self.routing_groups != 1:
+            raise ValueError(
+                f"per_head gives every head a routing of its own: routing_groups must stay 1, "
+                f"got {self.routing_groups}"
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON holds it: the geometry, its regimes, their cost."""
@@ -92,9 +109,12 @@ class AttentionConfig(RegimeSettings):
         with torch.device("meta"):
             return self.geometry_class(self, shape)
 
-    def mosar_config(self, max_length: int) -> MoSARConfig:
-        """The geometry of regimes for a training length N."""
+    def mosar_config(self, max_length: int, num_heads: int = 1) -> MoSARConfig:
+        """The geometry of regimes for a training length N and so many query heads."""
         given = {field.name: getattr(self, field.name) for field in fields(RegimeSettings)}
         if self.regimes is None:
             del given["regimes"]
-        return MoSARConfig.scaled(max_length, **given)
+        if self.per_head:
+            given["routing_groups"] = num_heads
+        make = MoSARConfig.ladder if self.ladder else MoSARConfig.scaled
+        return make(max_length, **given)

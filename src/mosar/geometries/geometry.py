@@ -100,6 +100,7 @@ class Geometry(nn.Module):
         segment_ids: Tensor | None = None,
         cache: Any = None,
         hidden: Tensor | None = None,
+        position_offset: int = 0,
     ) -> Attended:
         """q [B, T, H, D]; k, v [B, S, K, D], before any positional transform -> [B, T, H, D].
 
@@ -107,11 +108,16 @@ class Geometry(nn.Module):
         segment (a run of equal `segment_ids`), so that a segment is the same wherever it stands.
         With the layer's `cache` (see `attend_cached`) q, k and v are of new tokens alone, which
         follow those it has been given, and their `key_positions` are needed. hidden [B, T, C]: the
-        layer's input after its norm, for geometries that read it.
+        layer's input after its norm, for geometries that read it. position_offset: `transform` sees
+        positions that are larger by this; distances stay as they are.
         """
         at_q, at_k = _positions(
             q, k, query_positions, key_positions, key_valid=key_valid, segment_ids=segment_ids
         )
+        if position_offset:
+            same = at_q is at_k
+            at_k = at_k + position_offset
+            at_q = at_k if same else at_q + position_offset
         q, k = self.transform(q, k, at_q, at_k)
         options = {
             "routing": routing,

@@ -16,10 +16,14 @@ from torch import Tensor
 from mosar.attention import Routing, attend
 from mosar.core.bias import LabelBias, MixtureBias
 from mosar.core.hard_domain import build_hard_domain
-from mosar.core.losses import expected_density, normalized_reach_cost
+from mosar.core.losses import (
+    expected_density,
+    expected_discarded_mass,
+    normalized_reach_cost,
+)
 from mosar.core.outputs import regime_shares
 from mosar.core.routers import PostPositionRouter
-from mosar.geometries.config import AttentionConfig
+from mosar.geometries.config import EACH, AttentionConfig
 from mosar.geometries.geometry import Attended, HeadShape, LayerRouting, ParameterPart
 from mosar.geometries.rope import Rope
 
@@ -31,7 +35,8 @@ class MoSAR(Rope):
     settings = Rope.settings | {
         *("regimes", "router_hidden", "temperature", "barrier", "exponent", "epsilon"),
         *("composition", "routing_groups", "num_sinks", "cost_weight", "cost_warmup", "cost_of"),
-        *("hard_from", "router_sample", "start_regimes", "start_logit"),
+        *("mass_weight", "hard_from", "router_sample", "start_regimes", "start_logit"),
+        *("ladder", "per_head"),
     }
     step: int | None = None
     """The training step, where one is being taken."""
@@ -40,14 +45,33 @@ class MoSAR(Rope):
 
     def __init__(self, attention: AttentionConfig, shape: HeadShape):
         super().__init__(attention, shape)
-        self.config = attention.mosar_config(shape.max_length)
-        if shape.num_kv_heads % self.config.routing_groups:
+        self.config = attention.mosar_config(shape.max_length, shape.num_heads)
+        groups, key_heads = self.config.routing_groups, shape.num_kv_heads
+        if key_heads % groups and (groups % key_heads or shape.num_heads % groups):
             raise ValueError(
-                f"routing_groups must divide num_kv_heads={shape.num_kv_heads}, "
-                f"got {self.config.routing_groups}"
+                f"routing_groups must divide num_kv_heads={key_heads}, or be a multiple of it that "
+                f"divides num_heads={shape.num_heads}, got {groups}"
             )
+        for start in self.start_regimes:
+            self.config.regime_index(start)
+        self.key_copies = max(1, groups // key_heads)
+        """As many routing groups share a key head: each has a copy of it, with its own regimes."""
         self.query_router = PostPositionRouter(shape.num_heads * shape.head_dim, self.config)
-        self.key_router = PostPositionRouter(shape.num_kv_heads * shape.head_dim, self.config)
+        self.key_router = PostPositionRouter(
+            self.key_copies * key_heads * shape.head_dim, self.config
+        )
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Attended:
+        if self.key_copies > 1:
+            k, v = (x.repeat_interleave(self.key_copies, dim=2) for x in (k, v))
+        return super().forward(q, k, v, **options)
+
+    @property
+    def start_regimes(self) -> tuple[str, ...]:
+        """The regimes that routing groups start in, in turn."""
+        if self.attention.start_regimes == EACH:
+            return tuple(regime.name for regime in self.config.regimes[:-1])
+        return self.attention.start_regimes
 
     def reaches(self) -> dict[str, float]:
         return {regime.name: regime.reach for regime in self.config.regimes}
@@ -75,7 +99,8 @@ class MoSAR(Rope):
         return hard_from is not None and self.progress >= hard_from
 
     def executed(self, routing: Routing) -> Routing:
-        return "sparse" if routing == "soft" and self.is_hard else routing
+        """A hard model has no floor beyond the reach, so its three routings are one operator."""
+        return "sparse" if self.is_hard else routing
 
     def price_basis(
         self, layers: Sequence[LayerRouting], segment_ids: Tensor | None = None
@@ -110,7 +135,14 @@ class MoSAR(Rope):
         if type(self) is not MoSAR:
             name = self.attention.geometry
             return f": the geometry {name} routes by a rule of its own, which nothing divides"
+        if self.attention.mass_weight:
+            return f" does not go with attention.mass_weight={self.attention.mass_weight:g}"
         groups = self.config.routing_groups
+        if self.key_copies > 1 and self.shape.num_kv_heads % tensor:
+            return (
+                f" must divide model.num_kv_heads={self.shape.num_kv_heads}, because "
+                f"attention.routing_groups={groups} share key heads"
+            )
         if groups == 1 or groups % tensor == 0:
             return None
         return (
@@ -137,6 +169,13 @@ class MoSAR(Rope):
             bias = routed.learned_bias(self.config, self._sampled_queries(q.shape[2], q.device))
         else:
             bias = routed.bias(self.config, self.executed(routing))
+        if self.attention.mass_weight and learns and isinstance(bias, MixtureBias):
+            mass = expected_discarded_mass(
+                *(q, k, bias),
+                queries=self._sampled_queries(q.shape[2], q.device),
+                **options,
+            )
+            routed = routed._replace(discarded=mass)
         return self.attend_routed(q, k, v, bias, **options), routed
 
     def _sampled_queries(self, num_queries: int, device: torch.device) -> Tensor | None:
@@ -202,7 +241,7 @@ class MoSAR(Rope):
 
     def init_parameter(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
         """W1 std 0.02, W2 std 1e-3, biases 0 but for the regimes that groups start in."""
-        starts = [self.config.regime_index(start) for start in self.attention.start_regimes]
+        starts = [self.config.regime_index(start) for start in self.start_regimes]
         if "bias" in name:
             parameter.zero_()
             if starts and name.endswith("bias2"):

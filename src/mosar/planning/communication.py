@@ -52,8 +52,8 @@ def tensor_bytes(config: RunConfig, mesh: Mesh, tokens: int) -> float:
     copies_keys = mesh.copies_keys(model.num_kv_heads)
     if copies_keys:
         layer += width * 2 * model.num_kv_heads * model.head_dim
-    if config.attention.geometry_class.routed and config.attention.routing_groups == 1:
-        mosar = config.attention.mosar_config(model.max_length)
+    if config.attention.geometry_class.routed and config.regimes.routing_groups == 1:
+        mosar = config.regimes
         summed = 1 if copies_keys else 2
         layer += 4 * (forwards * summed * mosar.router_hidden + 2 * mosar.num_regimes)
     return all_reduce(float(tokens * model.num_layers * layer), mesh.tensor)

@@ -135,16 +135,16 @@ def outer(query: Sequence[float], key: Sequence[float]) -> Matrix:
     return tuple(tuple(q * k for k in key) for q in query)
 
 
-def constant_curve(density: float) -> DensityCurve:
-    """A density that the user states, whatever the context."""
-    return _Stated("stated", "the given number", (Point(1.0, ((1.0,),), density),))
+def constant_curve(density: float, why: str = "as given") -> DensityCurve:
+    """A density that is stated, whatever the context."""
+    return _Stated("stated", why, (Point(1.0, ((1.0,),), density),))
 
 
 class _Stated(DensityCurve):
     def density(self, config: MoSARConfig, context: int) -> tuple[float, Basis, str]:
         rho = self.points[0].density
         assert rho is not None
-        return rho, "modelled", "as given"
+        return rho, "modelled", self.source
 
     def kept_keys(self, config: MoSARConfig, context: int) -> float:
         return float(context)
@@ -200,7 +200,7 @@ def _evaluations_of_run(folder: Path) -> list[Evaluated]:
     if not records:
         return []
     try:
-        geometry = _geometry(read_config(run))
+        geometry = read_config(run).regimes
     except TrainingError:
         geometry = None
     newest = max(record.step for record in records)
@@ -227,13 +227,9 @@ def _sparse(path: Path) -> list[EvaluationRecord]:
 def _geometry_of_record(record: TrainingRecord) -> MoSARConfig | None:
     """That a run was trained with; None where this version cannot read its configuration."""
     try:
-        return _geometry(RunConfig.from_dict(record.config))
+        return RunConfig.from_dict(record.config).regimes
     except ValueError:
         return None
-
-
-def _geometry(config: RunConfig) -> MoSARConfig:
-    return config.attention.mosar_config(config.model.max_length)
 
 
 def _read(path: Path) -> list[Record]:

@@ -51,7 +51,7 @@ def saved_by_layer(config: RunConfig, mesh: Mesh) -> list[Saved]:
         Saved("GELU of the gate", ffn, 0, 2),
     ]
     if config.attention.geometry_class.routed:
-        mosar = config.attention.mosar_config(model.max_length)
+        mosar = config.regimes
         groups = _groups(config, mesh)
         saved += [
             Saved("routers, before and after GELU", 4 * groups * mosar.router_hidden, 4, 4),
@@ -63,11 +63,14 @@ def saved_by_layer(config: RunConfig, mesh: Mesh) -> list[Saved]:
 
 def _key_heads(config: RunConfig, mesh: Mesh) -> float:
     heads = config.model.num_kv_heads
+    if config.attention.geometry_class.routed:
+        # Groups that share a key head have copies of it.
+        heads = max(heads, config.regimes.routing_groups)
     return heads if mesh.copies_keys(heads) else heads / mesh.tensor
 
 
 def _groups(config: RunConfig, mesh: Mesh) -> float:
-    groups = config.attention.routing_groups
+    groups = config.regimes.routing_groups
     return groups / mesh.tensor if groups > 1 else 1
 
 

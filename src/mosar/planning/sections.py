@@ -47,7 +47,7 @@ class Case:
 
     @property
     def mosar(self) -> MoSARConfig:
-        return self.config.attention.mosar_config(self.config.model.max_length)
+        return self.config.regimes
 
     @cached_property
     def parts(self) -> list[Part]:

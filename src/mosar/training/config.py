@@ -18,6 +18,7 @@ from typing import Any, Literal, get_args
 
 from mosar import schema
 from mosar.core.checks import check_counts, check_number, is_real
+from mosar.core.config import MoSARConfig
 from mosar.data.config import DataConfig
 from mosar.data.tasks import TASKS
 from mosar.geometries import GEOMETRIES, VARIANTS, AttentionConfig
@@ -56,6 +57,8 @@ class TrainConfig:
     """The largest norm of the gradient; None: not clipped."""
     seed: int = 0
     """Of the initial parameters."""
+    position_offset: int = 0
+    """The windows of a step begin at a random position up to this, drawn from seed and step."""
     precision: Precision = "fp32"
     """"bf16": matrix products in bfloat16; parameters and optimizer stay in float32. "auto" becomes
     "bf16" on a GPU that has it, "fp32" elsewhere."""
@@ -127,7 +130,7 @@ _COUNTS = {
     **dict.fromkeys(("steps", "decay_steps", "micro_batch", "accumulation"), 1),
     **dict.fromkeys(("eval_every", "eval_batches"), 1),
     **dict.fromkeys(("checkpoint_every", "keep_last", "log_every"), 1),
-    **dict.fromkeys(("warmup_steps", "seed", "loss_chunk", "keep_every"), 0),
+    **dict.fromkeys(("warmup_steps", "seed", "position_offset", "loss_chunk", "keep_every"), 0),
 }
 
 
@@ -147,7 +150,12 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         # Regimes that do not fit together should be refused now, not by the first layer.
-        self.attention.mosar_config(self.model.max_length)
+        _ = self.regimes
+
+    @property
+    def regimes(self) -> MoSARConfig:
+        """The regimes and routers at the sizes of the model."""
+        return self.attention.mosar_config(self.model.max_length, self.model.num_heads)
 
     @property
     def tokens_per_step(self) -> int:
@@ -209,10 +217,14 @@ _OWN = "attention.own."
 _ADDED: dict[str, dict[str, Any]] = {
     "attention": {
         name: getattr(AttentionConfig(), name)
-        for name in ("cost_of", "hard_from", "router_sample", "start_regimes", "start_logit")
+        for name in (
+            *("cost_of", "hard_from", "router_sample", "start_regimes", "start_logit"),
+            *("ladder", "per_head", "mass_weight"),
+        )
     }
     | {"own": {}},
     "data": {"task": "text"},
+    "train": {"position_offset": 0},
     "distributed": asdict(DistributedConfig()),
 }
 # Keys that change what is recorded and kept, never the parameters (data is known by its contents).
@@ -272,7 +284,8 @@ def resolve_config(
     changed = _changes_of(changes, VARIANTS[variant].geometry)
     if "attention.geometry" not in changed:
         values |= {f"{_OWN}{name}": value for name, value in own.items()}
-    if not (values | changed)["attention.cost_weight"]:
+    weights = ("attention.cost_weight", "attention.mass_weight")
+    if not any((values | changed)[weight] for weight in weights):
         # Without a price its warm-up means nothing, and must not make a run another one.
         given.pop("attention.cost_warmup", None)
     values |= given | changed

@@ -1,8 +1,10 @@
-"""The objective: L = L_LM + lambda(t) price, and its gradient without all logits at once.
+"""The objective: L_LM + lambda(t) price + mu(t) mass, and its gradient without all logits at once.
 
     L_LM      mean cross-entropy of the next token (of a task: where it is an answer)
     price     the geometry's own (MoSAR's: the expected reach, or expected pairs), or none
-    lambda(t) grows linearly to `attention.cost_weight` over `attention.cost_warmup` steps
+    mass      the attention that sparse execution would drop, where `attention.mass_weight` is set
+    lambda(t) grows linearly to `attention.cost_weight` over `attention.cost_warmup` steps, mu(t)
+              likewise to `attention.mass_weight`
 
 Shapes: B windows, T tokens each, N = B·T, C hidden size, V vocabulary, L layers, R regimes.
 """
@@ -43,16 +45,23 @@ class Objective:
     def __init__(self, config: RunConfig):
         self.steps = config.train.decay_steps or config.train.steps
         self.cost_weight_end = config.attention.cost_weight
+        self.mass_weight_end = config.attention.mass_weight
         self.cost_warmup = config.attention.cost_warmup
         self.softcap = config.model.final_softcap
         self.loss_chunk = config.train.loss_chunk
         self.checkpoint_activations = config.train.checkpoint_activations
+        self.position_offset, self.seed = config.train.position_offset, config.train.seed
         self.merge_basis: Callable[[Tensor], Tensor] | None = None
         """The mean of price bases over processes that have heads of their own, if any."""
 
     def cost_weight(self, step: int) -> float:
         """lambda in update number `step` >= 1; it is whole from step `cost_warmup` on."""
         return warmed_up(self.cost_weight_end, self.cost_warmup, step)
+
+    def first_position(self, step: int) -> int:
+        """Where the windows of update `step` begin: the same for all of them, on every process."""
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
+        return int(torch.randint(self.position_offset + 1, (), generator=generator))
 
     def __call__(
         self,
@@ -69,7 +78,12 @@ class Objective:
         """
         decoder.begin_step(step, self.steps)
         checkpoint = self.checkpoint_activations and torch.is_grad_enabled()
-        output = decoder(tokens[:, :-1], segment_ids=segment_ids, checkpoint_activations=checkpoint)
+        output = decoder(
+            tokens[:, :-1],
+            segment_ids=segment_ids,
+            checkpoint_activations=checkpoint,
+            position_offset=self.first_position(step) if torch.is_grad_enabled() else 0,
+        )
         hidden, targets = output.hidden.flatten(0, 1), tokens[:, 1:].flatten()
         if scored is not None:
             chosen = scored.flatten().nonzero()[:, 0]
@@ -91,6 +105,10 @@ class Objective:
             price = geometry.price(basis)
         # A weight of 0 leaves the geometry to the language model's loss alone, bit for bit.
         loss = lm_loss + weight * price if weight else lm_loss
+        masses = [layer.discarded for layer in output.routings if layer.discarded is not None]
+        if masses:
+            mass_weight = warmed_up(self.mass_weight_end, self.cost_warmup, step)
+            loss = loss + mass_weight * torch.stack(masses).mean()
         if not geometry.routed:
             return Terms(loss, lm_loss.detach(), price.detach(), None)
         if geometry.attention.cost_of == "reach":

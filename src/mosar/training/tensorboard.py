@@ -23,7 +23,7 @@ def tensorboard_writer(config: RunConfig, out: Path, start: int) -> Iterator[Wri
         return
     from torch.utils.tensorboard import SummaryWriter
 
-    geometry = config.attention.mosar_config(config.model.max_length)
+    geometry = config.regimes
     regimes = [regime.name for regime in geometry.regimes]
     with SummaryWriter(str(out / FOLDER), purge_step=start + 1 if start else None) as writer:
 

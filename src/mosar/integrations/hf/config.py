@@ -99,7 +99,9 @@ class MosarDecoderConfig(PreTrainedConfig):
     @property
     def mosar_config(self) -> MoSARConfig:
         """The regimes at the training length."""
-        return self.attention_config.mosar_config(self.max_position_embeddings)
+        return self.attention_config.mosar_config(
+            self.max_position_embeddings, self.num_attention_heads
+        )
 
     @classmethod
     def from_decoder(

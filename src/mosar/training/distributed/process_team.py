@@ -166,8 +166,8 @@ class ProcessTeam(Team):
         optimizer.param_groups[:] = groups
 
     def forward_fn(self, objective: Objective, decoder: Decoder) -> Callable[..., Terms]:
-        attention = self.config.attention
-        whole_routing = attention.geometry_class.routed and attention.routing_groups == 1
+        routed = self.config.attention.geometry_class.routed
+        whole_routing = routed and self.config.regimes.routing_groups == 1
         if self.mesh.tensor > 1 and not whole_routing:
             group, size = self.devices.get_group(TENSOR), self.mesh.tensor
             objective.merge_basis = lambda basis: add(group, basis) / size
