@@ -151,19 +151,29 @@ def one_window(case: Case, i: int, j: int) -> float | None:
 
 
 def mosar(case: Case) -> Answer:
+    """Each head with the routing of its group; groups that share a key head read the same keys."""
     q, k = rotated(case)
-    config = case.geometry.config
-    query, key = case.geometry.query_router(q), case.geometry.key_router(k)
-    reach = support_reach(config)
+    config, heads = case.geometry.config, case.q.shape[2]
+    groups = config.routing_groups
+    copies = max(1, groups // k.shape[2])
+    query = case.geometry.query_router(q)
+    key = case.geometry.key_router(k.repeat_interleave(copies, dim=2))
+    reach, hard = support_reach(config), case.geometry.executed(case.routing) == "sparse"
+
+    def of_heads(x: Tensor) -> Tensor:
+        x = x if groups > 1 else x[:, None]
+        return x.repeat_interleave(heads // groups, dim=1)
+
+    pi_q, pi_k, label_q, label_k = map(
+        of_heads, (query.probabilities, key.probabilities, query.labels, key.labels)
+    )
 
     def bias(case: Case, i: int, j: int) -> Tensor:
         gate = gates(config)[i - j]
-        if case.routing == "soft":
-            worth = (query.probabilities[:, i] @ gate * key.probabilities[:, j]).sum(dim=-1)
-            return worth.log()[:, None]
-        labels = query.labels[:, i], key.labels[:, j]
-        log_gate = gate[labels].log()
-        return torch.where(i - j <= reach[labels], log_gate, -torch.inf)[:, None]
+        if not hard:
+            return (pi_q[:, :, i] @ gate * pi_k[:, :, j]).sum(dim=-1).log()
+        labels = label_q[:, :, i], label_k[:, :, j]
+        return torch.where(i - j <= reach[labels], gate[labels].log(), -torch.inf)
 
     return pairwise(bias, rotated)(case)
 
