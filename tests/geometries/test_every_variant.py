@@ -99,7 +99,9 @@ def test_it_is_its_law_and_its_density_is_counted(name, routing):
         counted = geometry.count_pairs((2, 40), routing=routing, labels=labels)
         causal = 2 * 40 * 41 // 2
         if not geometry.routed or routing == "sparse":
-            assert (counted or (causal, causal)) == (answer.pairs, causal)
+            # Routing groups are counted one by one.
+            inside, there = counted or (causal, causal)
+            assert inside * causal == pytest.approx(answer.pairs * there) and there % causal == 0
 
 
 @every_run
