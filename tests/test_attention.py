@@ -104,7 +104,7 @@ def test_distance_gradients():
     bias = case.distance_bias("both")
     outside = torch.arange(bias["log_gate"].shape[1]) == 1
 
-    def attend(q, k, v, log_gate, slopes):
+    def attend(q, k, v, log_gate, slopes, key_bias):
         log_gate = log_gate.masked_fill(outside, -math.inf)
         return distance_attention(
             q,
@@ -112,6 +112,7 @@ def test_distance_gradients():
             v,
             log_gate=log_gate,
             slopes=slopes,
+            key_bias=key_bias,
             softcap=2.0,
             window=2,
             return_lse=True,
@@ -119,7 +120,9 @@ def test_distance_gradients():
         )
 
     finite = bias["log_gate"].nan_to_num(neginf=0.5)
-    assert gradcheck(attend, differentiable(case.q, case.k, case.v, finite, bias["slopes"]))
+    key_bias = torch.linspace(-1, 2, 2 * case.batch * 4).double().reshape(case.batch, 2, 4)
+    leaves = differentiable(case.q, case.k, case.v, finite, bias["slopes"], key_bias)
+    assert gradcheck(attend, leaves)
 
 
 def plain_attention(q, k, v, bias):

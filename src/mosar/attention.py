@@ -10,7 +10,6 @@ Gr routing groups (a divisor of Hkv). Query head h reads key/value head h // (Hq
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -122,7 +121,7 @@ def _attend(
     impl: str,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """By the implementation that serves, which is told a scale and groups whatever was given."""
-    impl = _choose_implementation(impl, q, k, _learned(bias))
+    impl = _choose_implementation(impl, q, k, _gpu_lacks(bias))
     backend = _backend(impl)
     options = {
         "scale": 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale),
@@ -139,12 +138,17 @@ def _attend(
     return (output, lse) if return_lse else output
 
 
-def _learned(bias: Bias) -> list[str]:
-    """The tables that a gradient must reach."""
-    if not isinstance(bias, DistanceBias) or not torch.is_grad_enabled():
-        return []
+def _gpu_lacks(bias: Bias) -> str | None:
+    """What the GPU kernels cannot do of a bias; None: nothing."""
+    if not isinstance(bias, DistanceBias):
+        return None
+    if bias.key is not None:
+        return "it has no key_bias"
     tables = (("log_gate", bias.log_gate), ("slopes", bias.slopes))
-    return [name for name, table in tables if table is not None and table.requires_grad]
+    learned = [name for name, table in tables if table is not None and table.requires_grad]
+    if not learned or not torch.is_grad_enabled():
+        return None
+    return f"it gives no gradient to {' and '.join(learned)}"
 
 
 def distance_attention(
@@ -155,6 +159,7 @@ def distance_attention(
     log_gate: Tensor | None = None,
     log_gate_extends: bool = False,
     slopes: Tensor | None = None,
+    key_bias: Tensor | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     window: float | None = None,
@@ -166,11 +171,13 @@ def distance_attention(
     impl: str = "auto",
     dropout: float = 0.0,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Dense causal attention whose bias depends on distance alone: log_gate[h, d] - slopes[h] d.
+    """Dense causal attention whose bias depends on distance: log_gate[h, d] - slopes[h] d.
 
     log_gate [1 or Hq, max_distance + 1] must cover every distance that occurs (a window bounds
     them), unless `log_gate_extends`: then its last entry holds for all farther ones too. Where it
-    is -inf the pair does not exist. slopes [Hq] are ALiBi's, positive.
+    is -inf the pair does not exist. slopes [Hq] are ALiBi's, positive. key_bias [B, Hq, S] is added
+    to every pair of a key; only its differences within a row matter, and the native kernels take
+    them in float64: give it in float64 where it grows along the text. Gradients reach all three.
     Everything else is as in `mosar_attention`.
     """
     layout = check_attention_inputs(
@@ -182,7 +189,9 @@ def distance_attention(
         segment_ids=segment_ids,
     )
     _check_distance_bias(q, layout, log_gate, log_gate_extends, slopes)
-    bias = DistanceBias(log_gate, slopes)
+    if key_bias is not None:
+        _check_key_bias(q, k, key_bias, key_valid)
+    bias = DistanceBias(log_gate, slopes, key_bias)
     return _attend(q, k, v, layout, bias, scale, softcap, return_lse, impl)
 
 
@@ -289,16 +298,40 @@ def _check_distance_bias(
             )
 
 
+def _check_key_bias(q: Tensor, k: Tensor, key_bias: Tensor, key_valid: Tensor | None) -> None:
+    shape = [q.shape[0], q.shape[1], k.shape[2]]
+    if not isinstance(key_bias, Tensor):
+        raise ValueError(f"key_bias must be a tensor, got {type(key_bias).__name__}")
+    if list(key_bias.shape) != shape:
+        raise ValueError(f"key_bias must have shape {shape}, got {list(key_bias.shape)}")
+    if key_bias.dtype not in DTYPES:
+        raise ValueError(
+            f"key_bias must be one of {[str(d) for d in DTYPES]}, got {key_bias.dtype}"
+        )
+    if key_bias.device != q.device:
+        raise ValueError(f"key_bias must be on the device of q, {q.device}, got {key_bias.device}")
+    if can_check_values(key_bias) and key_bias.numel():
+        values = key_bias.detach()
+        refused = ~(values.abs() < _LARGEST_BIAS)
+        if key_valid is not None:
+            refused &= key_valid[:, None]
+        if refused.any():
+            raise ValueError(
+                f"key_bias must be smaller than {_LARGEST_BIAS:g} in magnitude, "
+                f"got {values[refused][0]:g}"
+            )
+
+
 # Below this many pairs the dense reference is quicker than tiling with torch operators.
 _FEW_PAIRS = 512 * 512
 
 
-def _choose_implementation(impl: str, q: Tensor, k: Tensor, learned: Sequence[str] = ()) -> str:
+def _choose_implementation(impl: str, q: Tensor, k: Tensor, gpu_lacks: str | None = None) -> str:
     """The implementation that serves; "auto" chooses, a named one that cannot serve is refused."""
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl must be one of {IMPLEMENTATIONS}, got {impl!r}")
     if impl == "triton" or (impl == "auto" and q.device.type == "cuda"):
-        obstacle = _triton_obstacle(q, learned)
+        obstacle = gpu_lacks or _triton_obstacle(q)
         if obstacle is None:
             return "triton"
         if impl == "triton":
@@ -317,8 +350,6 @@ def _choose_implementation(impl: str, q: Tensor, k: Tensor, learned: Sequence[st
             obstacle = f"it runs on the CPU, and q is on {q.device}"
         elif q.dtype == torch.float64:
             obstacle = "it computes in float32, and q is float64"
-        elif learned:
-            obstacle = f"it gives no gradient to {' and '.join(learned)}"
         else:
             obstacle = _native_obstacle()
         if obstacle is None:
@@ -336,10 +367,8 @@ def _native_obstacle() -> str | None:
     return native_obstacle()
 
 
-def _triton_obstacle(q: Tensor, learned: Sequence[str]) -> str | None:
+def _triton_obstacle(q: Tensor) -> str | None:
     """Why the GPU kernels cannot serve; None where they can."""
-    if learned:
-        return f"it gives no gradient to {' and '.join(learned)}"
     from mosar.kernels.triton import obstacle
 
     return obstacle(q)

@@ -198,9 +198,10 @@ FLOATS = (
     "slopes",
 )
 SIGNATURE = (
-    *("dout", "dlse", "out", "softmax", "q", "k", "v", "pi_q", "pi_k", "pos_q", "pos_k"),
+    *("dout", "dlse", "out", "softmax", "learned"),
+    *("q", "k", "v", "pi_q", "pi_k", "pos_q", "pos_k"),
     *("query_order", "key_order", "query_offsets", "key_offsets", "run_lo", "run_hi"),
-    *("geometry", "table", "slopes", "groups", "bias", "scale", "softcap"),
+    *("geometry", "table", "slopes", "key_bias", "groups", "bias", "scale", "softcap"),
     *("barrier", "exponent", "epsilon"),
 )
 
@@ -224,6 +225,8 @@ def changes(name, value):
         yield from (0, -1, 3)
     elif name == "bias":
         yield from (-1, 4, 10**9)
+    elif name == "learned":
+        yield from (-1, 8)
 
 
 @both
@@ -258,7 +261,7 @@ def test_missing_arguments_of_attention(impl, kind, names):
     forward, _ = recorded(PLAIN, impl, kind)
     for name in names:
         arguments = [*forward]
-        arguments[SIGNATURE.index(name) - 4] = None
+        arguments[SIGNATURE.index(name) - 5] = None
         with pytest.raises((ValueError, RuntimeError), match="mosar"):
             torch.ops.mosar.attend(*arguments)
 

@@ -2,7 +2,7 @@
 
     LabelBias     the gate of each pair's two labels; beyond the reach its floor, or no pair at all
     MixtureBias   log(pi_Q^T G(d) pi_K)
-    DistanceBias  log_gate[h, d] - slopes[h] d
+    DistanceBias  log_gate[h, d] - slopes[h] d + key[h, j]
 
 Every implementation has one function, `attend(q, k, v, layout, bias, *, scale, softcap)`, and
 returns output and log-sum-exp. Routing groups are always an axis here.
@@ -76,12 +76,14 @@ class LabelBias:
 
 @dataclass(frozen=True)
 class DistanceBias:
-    """A bias by distance, the same for every token; both None: no bias."""
+    """A bias by distance, the same for every token, and one number per key; all None: no bias."""
 
     log_gate: Tensor | None = None
     """[1 or H, length]; its last entry holds for all farther distances."""
     slopes: Tensor | None = None
     """[H]."""
+    key: Tensor | None = None
+    """[B, H, S]."""
 
 
 Bias = LabelBias | MixtureBias | DistanceBias

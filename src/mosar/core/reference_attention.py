@@ -56,6 +56,9 @@ def attend(
         slopes = _at_least_float32(bias.slopes)
         linear_BHTS = -slopes[:, None, None] * distances_B1TS.clamp_min(0)
         bias_BHTS = linear_BHTS if bias_BHTS is None else bias_BHTS + linear_BHTS
+    if bias.key is not None:
+        of_key_BH1S = _at_least_float32(bias.key)[:, :, None]
+        bias_BHTS = of_key_BH1S if bias_BHTS is None else bias_BHTS + of_key_BH1S
     output, lse, _ = dense_attention(
         *(q, k, v),
         bias=bias_BHTS,

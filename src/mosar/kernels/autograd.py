@@ -2,10 +2,14 @@
 
 The operator takes q, k, v, pi_q, pi_k and more, and returns output, log-sum-exp and softmax
 (maximum and sum). The backward one takes dout, dlse, output, softmax and the same inputs, and
-returns dq, dk, dv, dpi_q, dpi_k; the last two are empty without pi_q and pi_k.
+returns dq, dk, dv, dpi_q, dpi_k; the last two are empty without pi_q and pi_k. Where it can
+differentiate a bias by distance too, it takes which parts of it before the inputs, as bits, and
+returns their gradients after the others, empty where they are not asked for.
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,8 +18,11 @@ from torch import Tensor
 NONE, GEOMETRY, WORTH, TABLE = range(4)
 
 
-def register_attention(name: str, *, impl: str) -> None:
-    """Tells torch shapes and derivatives of `mosar::{name}` and of `mosar::{name}_backward`."""
+def register_attention(name: str, *, impl: str, bias_inputs: tuple[int, ...] = ()) -> None:
+    """Tells torch shapes and derivatives of `mosar::{name}` and of `mosar::{name}_backward`.
+
+    bias_inputs: the places of those inputs of a bias by distance that can be learned.
+    """
     forward, backward = f"mosar::{name}", f"mosar::{name}_backward"
     backward_op = getattr(torch.ops.mosar, f"{name}_backward")
 
@@ -23,12 +30,15 @@ def register_attention(name: str, *, impl: str) -> None:
         out, softmax, *tensors = ctx.saved_tensors
         tensors, others = iter(tensors), iter(ctx.others)
         inputs = [next(tensors) if is_tensor else next(others) for is_tensor in ctx.is_tensor]
-        dq, dk, dv, dpi_q, dpi_k = backward_op(
-            dout.contiguous(), dlse.contiguous(), out, softmax, *inputs
-        )
+        wanted = [place for place in bias_inputs if ctx.needs_input_grad[place]]
+        learned = [sum(1 << bias_inputs.index(place) for place in wanted)] if bias_inputs else []
+        found = backward_op(dout.contiguous(), dlse.contiguous(), out, softmax, *learned, *inputs)
         routed = inputs[3] is not None
-        gradients = [dq, dk, dv, dpi_q if routed else None, dpi_k if routed else None]
-        return (*gradients, *[None] * (len(inputs) - len(gradients)))
+        gradients = [*found[:3], *(found[3:5] if routed else (None, None))]
+        gradients += [None] * (len(inputs) - len(gradients))
+        for place, gradient in zip(bias_inputs, found[5:], strict=True):
+            gradients[place] = gradient if place in wanted else None
+        return tuple(gradients)
 
     def refuse(ctx, *gradients: Tensor):
         raise NotImplementedError(
@@ -36,7 +46,9 @@ def register_attention(name: str, *, impl: str) -> None:
         )
 
     torch.library.register_fake(forward)(_fake_attend)
-    torch.library.register_fake(backward)(_fake_backward)
+    torch.library.register_fake(backward)(
+        partial(_fake_backward_of_bias, bias_inputs) if bias_inputs else _fake_backward
+    )
     torch.library.register_autograd(forward, differentiate, setup_context=_keep_inputs)
     torch.library.register_autograd(backward, refuse)
 
@@ -61,6 +73,17 @@ def _keep_inputs(ctx, inputs, output) -> None:
 
 def _fake_attend(q, *inputs):
     return empty_results(q)
+
+
+def _fake_backward_of_bias(bias_inputs, dout, dlse, out, softmax, learned, *inputs):
+    """The same, and the gradients of the parts of the bias that `learned` has bits for."""
+    parts = [
+        inputs[place].new_empty(inputs[place].shape if learned >> bit & 1 else (0,))
+        if inputs[place] is not None
+        else dlse.new_empty((0,), dtype=torch.float64 if bit == 2 else torch.float32)
+        for bit, place in enumerate(bias_inputs)
+    ]
+    return (*_fake_backward(dout, dlse, out, softmax, *inputs), *parts)
 
 
 def _fake_backward(dout, dlse, out, softmax, q, k, v, pi_q, pi_k, *inputs):

@@ -33,6 +33,8 @@ _NEVER = -1e30
 _BOUNDLESS = float(torch.iinfo(torch.int32).max)
 # Where no gate is computed.
 _NO_GATE = Gate(0.0, 2.0)
+# Where `attend` takes a table, slopes and biases of keys; as bits, 1, 2 and 4.
+_BIAS_INPUTS = (14, 15, 16)
 # Up to this many keys sparse routing takes the dense pass with hard gates (docs/log.md has the
 # measurement).
 _FEW_KEYS = 384
@@ -79,16 +81,18 @@ def attend(
     scale: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """See `mosar.core.bias`; no gradient reaches log_gate or slopes."""
+    """See `mosar.core.bias`."""
     run = partial(_run, q, k, v, scale=scale, softcap=softcap or 0.0)
     if isinstance(bias, DistanceBias):
-        table, slopes = bias.log_gate, bias.slopes
+        table, slopes, keys = bias.log_gate, bias.slopes, bias.key
         if table is not None:
-            table = _padded(table.detach().float() * math.log2(math.e)).clamp_min(_NEVER)
+            table = _padded(table.float() * math.log2(math.e)).clamp_min(_NEVER)
         if slopes is not None:
-            slopes = (slopes.detach().float() * math.log2(math.e)).contiguous()
-        kind = NONE if table is None and slopes is None else TABLE
-        return run(_dense_plan(layout), kind=kind, table=table, slopes=slopes)
+            slopes = (slopes.float() * math.log2(math.e)).contiguous()
+        if keys is not None:
+            keys = (keys.double() * math.log2(math.e)).contiguous()
+        kind = NONE if table is None and slopes is None and keys is None else TABLE
+        return run(_dense_plan(layout), kind=kind, table=table, slopes=slopes, key_bias=keys)
     config, groups, tabled = bias.config, bias.groups, has_table(bias.config)
     gates, epsilon = _gates, config.epsilon
     if isinstance(bias, LabelBias):
@@ -196,6 +200,7 @@ def _run(
     geometry: Tensor | None = None,
     table: Tensor | None = None,
     slopes: Tensor | None = None,
+    key_bias: Tensor | None = None,
     gate: Gate = _NO_GATE,
     epsilon: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
@@ -220,6 +225,7 @@ def _run(
         geometry,
         table,
         slopes,
+        key_bias,
         groups,
         kind,
         scale,
@@ -228,7 +234,7 @@ def _run(
         epsilon,
     )
     trains = torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in (q, k, v, pi_q, pi_k)
+        x is not None and x.requires_grad for x in (q, k, v, pi_q, pi_k, table, slopes, key_bias)
     )
     if trains or is_traced():
         out, lse, _ = torch.ops.mosar.attend(*arguments)
@@ -337,4 +343,4 @@ def _load_operators() -> None:
     torch.ops.load_library(str(load_library()))
     torch.library.register_fake("mosar::plan")(_fake_plan)
     torch.library.register_fake("mosar::choice_gradient")(_fake_choice_gradient)
-    register_attention("attend", impl="native")
+    register_attention("attend", impl="native", bias_inputs=_BIAS_INPUTS)

@@ -61,7 +61,7 @@ def attend(
     scale: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """See `mosar.core.bias`; gradients reach log_gate and slopes, too."""
+    """See `mosar.core.bias`."""
     options = {"scale": scale, "softcap": softcap}
     if isinstance(bias, LabelBias) and bias.ends_at_reach:
         plan = build_plan(sparse_plan_input(bias.query, bias.key, bias.config, layout))
@@ -131,9 +131,12 @@ def _bias_by_distance(given: DistanceBias, kv_heads: int) -> BiasOfTile:
         if given.slopes is not None:
             linear = -given.slopes[:, None, None] * distances_TS
             total = linear if total is None else total + linear
-        if total is None or total.shape[0] == 1:
-            return total
-        return total.unflatten(0, (kv_heads, -1))
+        if total is not None and total.shape[0] > 1:
+            total = total.unflatten(0, (kv_heads, -1))
+        if given.key is not None:
+            of_key = given.key[tile.batch][..., tile.keys].unflatten(1, (kv_heads, -1))
+            total = of_key[..., None, :] if total is None else total + of_key[..., None, :]
+        return total
 
     return bias
 

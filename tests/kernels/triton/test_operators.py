@@ -93,6 +93,9 @@ def test_refusals():
     bias = {"slopes": distance_bias(CASE, "slopes")["slopes"].requires_grad_()}
     with pytest.raises(ValueError, match="no gradient to slopes"):
         distance_attention(CASE.q, CASE.k, CASE.v, impl="triton", **bias)
+    key_bias = torch.zeros(CASE.batch, CASE.num_heads, CASE.num_keys)
+    with pytest.raises(ValueError, match="it has no key_bias"):
+        distance_attention(CASE.q, CASE.k, CASE.v, impl="triton", key_bias=key_bias)
 
 
 @pytest.mark.parametrize("impl", ["triton", "native", "tiled"])
@@ -172,18 +175,18 @@ class Pretended:
 
 
 @pytest.mark.parametrize(
-    ("given", "learned", "chosen"),
+    ("given", "lacks", "chosen"),
     [
         ({}, None, "triton"),
-        ({"dtype": torch.float32, "head_dim": 256, "length": 4000}, [], "triton"),
+        ({"dtype": torch.float32, "head_dim": 256, "length": 4000}, None, "triton"),
         ({"dtype": torch.float64}, None, "reference"),
         ({"head_dim": 257, "length": 600}, None, "tiled"),
-        ({"length": 600}, ["slopes"], "tiled"),
+        ({"length": 600}, "it has no key_bias", "tiled"),
     ],
 )
-def test_auto_on_a_gpu(given, learned, chosen):
+def test_auto_on_a_gpu(given, lacks, chosen):
     q: Any = Pretended(**given)
-    assert _choose_implementation("auto", q, q, learned) == chosen
+    assert _choose_implementation("auto", q, q, lacks) == chosen
 
 
 @pytest.mark.parametrize(

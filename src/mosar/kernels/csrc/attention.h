@@ -32,7 +32,7 @@ enum class Bias : int64_t {
   kNone = 0,      // softmax(cap(s)) over the plan's pairs
   kGeometry = 1,  // + log gate of the pair's classes (sparse routing)
   kWorth = 2,     // + log sum_mn pi_q[m] gate[m][n][d] pi_k[n] (soft and top-1 routing)
-  kTable = 3,     // + table[head][d] - slope[head] d (distance attention)
+  kTable = 3,     // + table[head][d] - slope[head] d + key_bias[head][key] (distance attention)
 };
 
 // Table rows carry this many entries of padding on both sides, so that a vector load stays inside.
@@ -56,10 +56,12 @@ inline vd log_gate(vd distance, const double* geometry, double barrier, double e
   return t * (-barrier * kLog2eDouble);
 }
 
+constexpr double kLn2 = 0.69314718055994531;
+
 // log(2^top sum)
-inline float log_sum(float top, double sum) {
+inline float log_sum(double top, double sum) {
   if (sum == 0) return -std::numeric_limits<float>::infinity();
-  return static_cast<float>(top * 0.69314718055994531 + std::log(sum));
+  return static_cast<float>(top * kLn2 + std::log(sum));
 }
 
 struct Matrix {
@@ -89,15 +91,19 @@ struct Problem {
   const float *pi_q, *pi_k;
   int64_t regimes, columns;
   float epsilon;  // lower bound of the worth; 0: pairs of worth 0 do not exist
-  // kTable: log2 biases per head (or one for all) and slopes, both in base 2; either may be null.
+  // kTable: log2 biases per head (or one for all), slopes, and biases of keys [batch][query_heads]
+  // [keys], all in base 2; any may be null.
   const float *table, *slopes;
   int64_t table_rows, table_length;
+  const double* key_bias;
 };
 
 struct Gradients {
   const float *out, *softmax, *dout, *dlse;  // softmax as the forward pass left it
   float *dq, *dk, *dv;            // contiguous, as q, k, v
   float *dpi_q, *dpi_k;           // as pi_q, pi_k; null unless kWorth
+  float *dtable, *dslopes;        // kTable: as table with its padding, and slopes; null if not asked for
+  double* dkey_bias;              // as key_bias
 };
 
 template <class T>
@@ -193,6 +199,10 @@ class Attention {
     int64_t head0;        // the head of all lanes when lanes are tokens
     alignas(64) int32_t pos[kLanes];
     int32_t pos_max;
+    // The biases of keys of this head. They may grow without bound along a text, so they are taken
+    // relative to that of the newest key that the first lane reads, in double.
+    const double* key_bias;
+    double key_shift;
     std::vector<int32_t> lo, hi;                          // [classes][kLanes]
     std::vector<int32_t> lo_min, lo_max, hi_min, hi_max;  // [classes]
     std::vector<int32_t> flat_from;                       // [classes]: no transition from here on
@@ -215,6 +225,15 @@ class Attention {
   friend class Worker;
   class StretchOfUnits;
 
+  // Where a task sums dS for the bias of each query head of one batch entry: a table with its padding,
+  // the keys, and the slope, as far as they are asked for.
+  struct LearnedBias {
+    int64_t padded, keys, slopes;
+    double* sums;
+    int64_t size() const { return padded + keys + slopes; }
+    double* row(int64_t head) const { return sums + head * size(); }
+  };
+
   int64_t plan_row(int64_t b, int64_t g) const {
     if (p_.plan_rows == 1) return 0;
     return p_.plan_rows == p_.batch ? b : b * p_.groups + g;
@@ -223,6 +242,8 @@ class Attention {
 
   void sort_keys();
   void make_units();
+  void add_up_bias(const Gradients& g, const LearnedBias& learned, const std::vector<double>& sums,
+                   int64_t chunks) const;
 
   const Problem& p_;
   const Parallel& parallel_;
@@ -381,10 +402,11 @@ class Attention::Worker {
   }
 
   void backward(const Unit& unit, const Gradients& g, float* const* dk, float* const* dv,
-                double* dpi_k) {
+                double* dpi_k, const LearnedBias* learned) {
     start(unit);
     for (int64_t n = 0; n < used_; ++n) start_backward(groups_[n], g);
     dpi_k_ = dpi_k;
+    learned_ = learned;
     std::fill(dpi_q_, dpi_q_ + p_.regimes * kLanes, 0.0);
     walk([&](Group& group, int64_t c, int32_t begin, int32_t end, int32_t block) {
       const int64_t h = group.kv_head - unit.kv_begin;
@@ -473,6 +495,16 @@ class Attention::Worker {
     }
     rows_to_lanes(rows_, dim_, group.q);
     group.pos_max = *std::max_element(group.pos, group.pos + kLanes);
+    group.key_bias = nullptr;
+    if (p_.key_bias) {
+      group.key_bias = p_.key_bias + (unit.b * p_.query_heads + group.head0) * p_.keys;
+      group.key_shift = 0;
+      for (int l = 0; l < count; ++l) {
+        if (group.lo[l] >= group.hi[l]) continue;
+        group.key_shift = group.key_bias[order_k_[group.hi[l] - 1]];
+        break;
+      }
+    }
     for (int64_t c = 0; c < p_.classes; ++c) {
       const int32_t* lo = group.lo.data() + c * kLanes;
       const int32_t* hi = group.hi.data() + c * kLanes;
@@ -656,7 +688,7 @@ class Attention::Worker {
       if (j >= end) break;
       float* row = score_ + (j - begin) * kLanes;
       vf added[2] = {};
-      if (p_.bias == Bias::kTable) table_bias(group, pos_k_[j], added);
+      if (p_.bias == Bias::kTable) table_bias(group, j, added);
       if (p_.bias == Bias::kGeometry && j < group.flat_from[c]) gate_bias(group, c, pos_k_[j], added);
       const bool masked = j < group.lo_max[c] || j >= group.hi_min[c];
       for (int v = 0; v < 2; ++v) {
@@ -683,7 +715,8 @@ class Attention::Worker {
     }
   }
 
-  void table_bias(const Group& group, int32_t key_pos, vf* added) const {
+  void table_bias(const Group& group, int32_t j, vf* added) const {
+    const int32_t key_pos = pos_k_[j];
     if (p_.table) {
       const int64_t row = p_.table_rows == 1 ? 0 : group.head0;
       look_up(table_row(row), group.pos, key_pos, added);
@@ -691,6 +724,44 @@ class Attention::Worker {
     if (p_.slopes)
       for (int v = 0; v < 2; ++v)
         added[v] -= p_.slopes[group.head0] * to_float(load_int(group.pos + v * kWidth) - key_pos);
+    if (group.key_bias) {
+      const float of_key = static_cast<float>(group.key_bias[order_k_[j]] - group.key_shift);
+      for (int v = 0; v < 2; ++v) added[v] += of_key;
+    }
+  }
+
+  // Adds dS of keys [begin, begin + count), which dbias_ holds, to the sums of what made their bias.
+  void gather_bias(const Group& group, int32_t begin, int64_t count) const {
+    const LearnedBias& to = *learned_;
+    double* row = to.row(group.head0);
+    double *table = row + kTablePad, *keys = row + to.padded;
+    vd by_distance[2] = {};
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t j = begin + i;
+      const int32_t key_pos = pos_k_[j];
+      vf ds[2];
+      for (int v = 0; v < 2; ++v) ds[v] = load(dbias_ + i * kLanes + v * kWidth);
+      if (to.keys) keys[order_k_[j]] += horizontal_sum(ds[0] + ds[1]);
+      if (to.slopes)
+        for (int v = 0; v < 2; ++v)
+          by_distance[v] +=
+              to_double(ds[v]) * to_double(load_int(group.pos + v * kWidth) - key_pos);
+      if (!to.padded) continue;
+      // Where the lanes looked their bias up; those without a pair add 0.
+      if (consecutive_) {
+        const int64_t d = std::clamp<int64_t>(static_cast<int64_t>(group.pos[0]) - key_pos,
+                                              -kTablePad, p_.table_length);
+        add_unaligned(table + d, to_double(ds[0]));
+        add_unaligned(table + std::min<int64_t>(d + kWidth, p_.table_length), to_double(ds[1]));
+        continue;
+      }
+      for (int l = 0; l < kLanes; ++l)
+        table[std::clamp<int64_t>(static_cast<int64_t>(group.pos[l]) - key_pos, 0,
+                                  p_.table_length - 1)] += ds[l / kWidth][l % kWidth];
+    }
+    if (to.slopes)
+      for (int v = 0; v < 2; ++v)
+        for (int l = 0; l < kWidth; ++l) row[to.padded + to.keys] -= by_distance[v][l];
   }
 
   void gate_bias(const Group& group, int64_t c, int32_t key_pos, vf* added) const {
@@ -803,7 +874,8 @@ class Attention::Worker {
         o[d] = static_cast<float>(rows_[l * dim_ + d] * inverse);
       softmax[group.row[l]] = group.max[l];
       softmax[rows + group.row[l]] = static_cast<float>(sum);
-      lse[group.row[l]] = log_sum(group.max[l], sum);
+      const double shift = group.key_bias ? group.key_shift : 0;
+      lse[group.row[l]] = log_sum(group.max[l] + shift, sum);
     }
   }
 
@@ -861,10 +933,12 @@ class Attention::Worker {
         vf ds = e * (load(dprob_ + at) - load(group.delta + v * kWidth));
         store(prob_ + at, e);
         if (weighted) store(dbias_ + in_block, load(dbias_ + in_block) + ds);
+        if (learned_) store(dbias_ + at, ds);
         if (capped) ds *= load(slope_ + at);
         store(score_ + at, ds);
       }
     if (weighted) gather_sums(group, count, begin - block);
+    if (learned_) gather_bias(group, begin, count);
     outer(prob_, count, group.do_rows, dv + begin * dim_, dim_, dim_);
     outer(score_, count, group.q_rows, dk + begin * dim_, dim_, dim_);
     accumulate(k, stride, score_, count, group.o, dim_);
@@ -934,6 +1008,7 @@ class Attention::Worker {
   Aligned<double> long_memory_;
   float *score_, *prob_, *dprob_, *slope_, *worth_, *dbias_, *rows_, *pi_q_, *coefficient_;
   double *dpi_q_, *dpi_k_ = nullptr;
+  const LearnedBias* learned_ = nullptr;
 };
 
 inline void Attention::forward(float* out, float* lse, float* softmax) {
@@ -996,6 +1071,35 @@ class Attention::StretchOfUnits {
   std::vector<char> touched_;
 };
 
+// From the sums of all tasks, always in the same order, to the gradients in base 2.
+inline void Attention::add_up_bias(const Gradients& g, const LearnedBias& learned,
+                                   const std::vector<double>& sums, int64_t chunks) const {
+  const int64_t size = learned.size(), heads = p_.query_heads;
+  auto total = [&](int64_t b, int64_t h, int64_t i) {
+    double sum = 0;
+    for (int64_t chunk = 0; chunk < chunks; ++chunk)
+      sum += sums[((chunk * p_.batch + b) * heads + h) * size + i];
+    return sum * kLn2;
+  };
+  const int64_t shared = g.dtable && p_.table_rows == 1 ? heads : 1;
+  for (int64_t h = 0; g.dtable && h < heads; h += shared)
+    for (int64_t i = 0; i < learned.padded; ++i) {
+      double sum = 0;
+      for (int64_t b = 0; b < p_.batch; ++b)
+        for (int64_t other = h; other < h + shared; ++other) sum += total(b, other, i);
+      g.dtable[h / shared * learned.padded + i] = static_cast<float>(sum);
+    }
+  for (int64_t h = 0; h < heads; ++h) {
+    double slope = 0;
+    for (int64_t b = 0; b < p_.batch; ++b) {
+      for (int64_t j = 0; j < learned.keys; ++j)
+        g.dkey_bias[(b * heads + h) * p_.keys + j] = total(b, h, learned.padded + j);
+      if (g.dslopes) slope += total(b, h, learned.padded + learned.keys);
+    }
+    if (g.dslopes) g.dslopes[h] = static_cast<float>(slope);
+  }
+}
+
 inline void Attention::backward(const Gradients& g) {
   const int64_t heads = units_.empty() ? 1 : units_[0].kv_end - units_[0].kv_begin;
   const int64_t owners = p_.batch * p_.kv_heads / heads;
@@ -1017,6 +1121,10 @@ inline void Attention::backward(const Gradients& g) {
   };
   const int64_t routing = g.dpi_k ? p_.batch * p_.groups * p_.keys * p_.columns : 0;
   std::vector<double> dpi_k(chunks * routing, 0.0);
+  LearnedBias learned{g.dtable ? p_.table_length + 2 * kTablePad : 0, g.dkey_bias ? p_.keys : 0,
+                      g.dslopes ? 1 : 0, nullptr};
+  const int64_t of_batch = p_.query_heads * learned.size();
+  std::vector<double> dbias(chunks * p_.batch * of_batch, 0.0);
   std::vector<std::vector<const Unit*>> tasks(owners * chunks);
   std::vector<int64_t> seen(owners, 0);
   for (const Unit& unit : units_) {
@@ -1042,8 +1150,11 @@ inline void Attention::backward(const Gradients& g) {
       for (int64_t i = 0; i < units; ++i) {
         const Unit& unit = *tasks[task][i];
         const int64_t row = (unit.b * p_.groups + group_of(unit.kv_begin)) * p_.keys * p_.columns;
+        LearnedBias own = learned;
+        own.sums = dbias.data() + (chunk * p_.batch + unit.b) * of_batch;
         worker.backward(unit, g, sums, sums + heads,
-                        routing ? dpi_k.data() + chunk * routing + row : nullptr);
+                        routing ? dpi_k.data() + chunk * routing + row : nullptr,
+                        of_batch ? &own : nullptr);
         if (!is_long) continue;
         stretch.mark(unit);
         if ((i + 1) % kStretchUnits == 0 || i + 1 == units) stretch.settle(result.data());
@@ -1055,6 +1166,7 @@ inline void Attention::backward(const Gradients& g) {
     for (int64_t chunk = 0; chunk < chunks; ++chunk) sum += dpi_k[chunk * routing + i];
     g.dpi_k[i] = static_cast<float>(sum);
   }
+  if (of_batch) add_up_bias(g, learned, dbias, chunks);
   if (direct && chunks == 1) return;
   parallel_.run(all, [&](int64_t head) {
     const int64_t b = head / p_.kv_heads, r = plan_row(b, group_of(head % p_.kv_heads));

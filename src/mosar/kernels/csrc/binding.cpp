@@ -146,9 +146,9 @@ mosar::Problem problem(const Tensor& q, const Tensor& k, const Tensor& v,
                        const Tensor& key_order, const Tensor& query_offsets,
                        const Tensor& key_offsets, const Tensor& run_lo, const Tensor& run_hi,
                        const std::optional<Tensor>& geometry, const std::optional<Tensor>& table,
-                       const std::optional<Tensor>& slopes, int64_t groups, int64_t bias,
-                       double scale, double softcap, double barrier, double exponent,
-                       double epsilon) {
+                       const std::optional<Tensor>& slopes, const std::optional<Tensor>& key_bias,
+                       int64_t groups, int64_t bias, double scale, double softcap, double barrier,
+                       double exponent, double epsilon) {
   mosar::Problem p{};
   p.q = matrix(q, "q");
   p.k = matrix(k, "k");
@@ -203,6 +203,8 @@ mosar::Problem problem(const Tensor& q, const Tensor& k, const Tensor& v,
   }
   if (p.bias == mosar::Bias::kTable) {
     p.slopes = data<float>(slopes, "slopes", {p.query_heads});
+    p.key_bias = data<double>(key_bias, "key_bias", {p.batch, p.query_heads, p.keys});
+    check(!p.key_bias || p.classes == 1, "key_bias needs a plan of one class");
     check(!p.table || p.table_rows == 1 || p.table_rows == p.query_heads,
           "table must have one row, or one per query head");
   }
@@ -215,12 +217,12 @@ std::tuple<Tensor, Tensor, Tensor> attend(
     const Tensor& query_order, const Tensor& key_order, const Tensor& query_offsets,
     const Tensor& key_offsets, const Tensor& run_lo, const Tensor& run_hi,
     const std::optional<Tensor>& geometry, const std::optional<Tensor>& table,
-    const std::optional<Tensor>& slopes, int64_t groups, int64_t bias, double scale, double softcap,
-    double barrier, double exponent, double epsilon) {
+    const std::optional<Tensor>& slopes, const std::optional<Tensor>& key_bias, int64_t groups,
+    int64_t bias, double scale, double softcap, double barrier, double exponent, double epsilon) {
   const mosar::Problem p =
       problem(q, k, v, pi_q, pi_k, pos_q, pos_k, query_order, key_order, query_offsets, key_offsets,
-              run_lo, run_hi, geometry, table, slopes, groups, bias, scale, softcap, barrier, exponent,
-              epsilon);
+              run_lo, run_hi, geometry, table, slopes, key_bias, groups, bias, scale, softcap, barrier,
+              exponent, epsilon);
   Tensor out = empty(q, {p.batch, p.query_heads, p.queries, p.dim}, ScalarType::Float);
   Tensor lse = empty(q, {p.batch, p.query_heads, p.queries}, ScalarType::Float);
   Tensor softmax = empty(q, {2, p.batch, p.query_heads, p.queries}, ScalarType::Float);
@@ -230,18 +232,19 @@ std::tuple<Tensor, Tensor, Tensor> attend(
   return {out, lse, softmax};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attend_backward(
-    const Tensor& dout, const Tensor& dlse, const Tensor& out, const Tensor& softmax, const Tensor& q, const Tensor& k,
-    const Tensor& v, const std::optional<Tensor>& pi_q, const std::optional<Tensor>& pi_k,
+// learned: 1 for the table, 2 for the slopes, 4 for the biases of keys; the others' gradients are empty.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attend_backward(
+    const Tensor& dout, const Tensor& dlse, const Tensor& out, const Tensor& softmax,
+    int64_t learned, const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& pi_q, const std::optional<Tensor>& pi_k,
     const Tensor& pos_q, const Tensor& pos_k, const Tensor& query_order, const Tensor& key_order,
     const Tensor& query_offsets, const Tensor& key_offsets, const Tensor& run_lo,
     const Tensor& run_hi, const std::optional<Tensor>& geometry, const std::optional<Tensor>& table,
-    const std::optional<Tensor>& slopes, int64_t groups, int64_t bias, double scale, double softcap,
-    double barrier, double exponent, double epsilon) {
+    const std::optional<Tensor>& slopes, const std::optional<Tensor>& key_bias, int64_t groups,
+    int64_t bias, double scale, double softcap, double barrier, double exponent, double epsilon) {
   const mosar::Problem p =
       problem(q, k, v, pi_q, pi_k, pos_q, pos_k, query_order, key_order, query_offsets, key_offsets,
-              run_lo, run_hi, geometry, table, slopes, groups, bias, scale, softcap, barrier, exponent,
-              epsilon);
+              run_lo, run_hi, geometry, table, slopes, key_bias, groups, bias, scale, softcap, barrier,
+              exponent, epsilon);
   Tensor dq = empty(q, {p.batch, p.query_heads, p.queries, p.dim}, ScalarType::Float);
   Tensor dk = empty(q, {p.batch, p.kv_heads, p.keys, p.dim}, ScalarType::Float);
   Tensor dv = empty(q, {p.batch, p.kv_heads, p.keys, p.dim}, ScalarType::Float);
@@ -250,8 +253,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attend_backward(
                        : empty(q, {0}, ScalarType::Float);
   Tensor dpi_k = worth ? empty(q, {p.batch, p.groups, p.keys, p.columns}, ScalarType::Float)
                        : empty(q, {0}, ScalarType::Float);
+  check(learned >= 0 && learned < 8, "learned must be 0 to 7");
+  const bool by_distance = p.bias == mosar::Bias::kTable;
+  const bool table_learns = by_distance && p.table && learned & 1;
+  const bool slopes_learn = by_distance && p.slopes && learned & 2;
+  const bool keys_learn = by_distance && p.key_bias && learned & 4;
+  Tensor dtable = table_learns ? empty(q, {table->size(0), table->size(1)}, ScalarType::Float)
+                               : empty(q, {0}, ScalarType::Float);
+  Tensor dslopes = empty(q, {slopes_learn ? p.query_heads : 0}, ScalarType::Float);
+  Tensor dkey_bias = keys_learn ? empty(q, {p.batch, p.query_heads, p.keys}, ScalarType::Double)
+                                : empty(q, {0}, ScalarType::Double);
   auto pointer = [](Tensor& tensor) { return static_cast<float*>(tensor.mutable_data_ptr()); };
-  mosar::Gradients g;
+  mosar::Gradients g{};
   g.dout = data<float>(dout, "dout", {p.batch, p.query_heads, p.queries, p.dim});
   g.out = data<float>(out, "out", {p.batch, p.query_heads, p.queries, p.dim});
   g.dlse = data<float>(dlse, "dlse", {p.batch, p.query_heads, p.queries});
@@ -259,9 +272,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attend_backward(
   g.dq = pointer(dq), g.dk = pointer(dk), g.dv = pointer(dv);
   g.dpi_q = worth ? pointer(dpi_q) : nullptr;
   g.dpi_k = worth ? pointer(dpi_k) : nullptr;
+  g.dtable = table_learns ? pointer(dtable) : nullptr;
+  g.dslopes = slopes_learn ? pointer(dslopes) : nullptr;
+  g.dkey_bias = keys_learn ? static_cast<double*>(dkey_bias.mutable_data_ptr()) : nullptr;
   const mosar::Parallel threads = parallel();
   mosar::Attention(p, threads).backward(g);
-  return {dq, dk, dv, dpi_q, dpi_k};
+  return {dq, dk, dv, dpi_q, dpi_k, dtable, dslopes, dkey_bias};
 }
 
 float* floats(Tensor& tensor) { return static_cast<float*>(tensor.mutable_data_ptr()); }
@@ -496,8 +512,9 @@ std::tuple<Tensor, Tensor> choice_gradient(
 #define MOSAR_PROBLEM                                                                             \
   "Tensor q, Tensor k, Tensor v, Tensor? pi_q, Tensor? pi_k, Tensor pos_q, Tensor pos_k, "        \
   "Tensor query_order, Tensor key_order, Tensor query_offsets, Tensor key_offsets, "              \
-  "Tensor run_lo, Tensor run_hi, Tensor? geometry, Tensor? table, Tensor? slopes, int groups, "   \
-  "int bias, float scale, float softcap, float barrier, float exponent, float epsilon"
+  "Tensor run_lo, Tensor run_hi, Tensor? geometry, Tensor? table, Tensor? slopes, "               \
+  "Tensor? key_bias, int groups, int bias, float scale, float softcap, float barrier, "           \
+  "float exponent, float epsilon"
 
 STABLE_TORCH_LIBRARY(mosar, m) {
   m.def(
@@ -515,8 +532,8 @@ STABLE_TORCH_LIBRARY(mosar, m) {
       "-> (Tensor, Tensor)");
   m.def("geglu(Tensor gate, Tensor up) -> Tensor");
   m.def("geglu_backward(Tensor gradient, Tensor gate, Tensor up) -> (Tensor, Tensor)");
-  m.def("attend_backward(Tensor dout, Tensor dlse, Tensor out, Tensor softmax, " MOSAR_PROBLEM
-        ") -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+  m.def("attend_backward(Tensor dout, Tensor dlse, Tensor out, Tensor softmax, int learned, "
+        MOSAR_PROBLEM ") -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def(
       "cache_append(Tensor k, Tensor v, Tensor labels, Tensor? positions, Tensor? valid, "
       "Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor(c!) table, Tensor(d!) marks, Tensor(e!) free, "

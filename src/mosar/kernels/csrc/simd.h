@@ -55,6 +55,13 @@ inline vf min(vf a, vf b) { return a < b ? a : b; }
 inline vf to_float(vi x) { return __builtin_convertvector(x, vf); }
 inline vf to_float(vd x) { return __builtin_convertvector(x, vf); }
 inline vd to_double(vi x) { return __builtin_convertvector(x, vd); }
+inline vd to_double(vf x) { return __builtin_convertvector(x, vd); }
+inline void add_unaligned(double* p, vd x) {
+  vd sum;
+  std::memcpy(&sum, p, sizeof sum);
+  sum += x;
+  std::memcpy(p, &sum, sizeof sum);
+}
 inline float horizontal_sum(vf x) {
   float sum = 0;
   for (int i = 0; i < kWidth; ++i) sum += x[i];

@@ -1,0 +1,124 @@
+"""A bias by distance and by key that learns: every path within the budget of its gradients."""
+
+import pytest
+import torch
+
+from cases import Case
+from kernels.budget import errors, upstream
+from kernels.test_operators import Recorder, copied
+from mosar import distance_attention
+
+BASE = Case(num_queries=150, num_keys=150, kv_heads=2, heads_per_kv=2, head_dim=16, batch=2)
+NAMES = ("output", "lse", "dq", "dk", "dv", "dlog_gate", "dslopes", "dkey_bias")
+TRAITS = {
+    "plain": {},
+    "one table": {},
+    "soft-cap, window": {"softcap": 2.0, "window": 20, "scale": 1.0},
+    "packed": {"segments": "packed", "positions": "counted"},
+    "gaps": {"positions": "gaps", "num_queries": 90},
+    "padded": {"padding": "holes", "positions": "counted"},
+    "last queries": {"num_queries": 33, "num_keys": 165, "kv_heads": 1, "heads_per_kv": 3},
+}
+
+
+def biases(case, *, one_table=False):
+    """log_gate with some pairs missing, slopes, and biases of keys that grow along the text."""
+    bias = case.distance_bias("both" if one_table else "log_gate_per_head")
+    log_gate = bias["log_gate"][:, :120] + 0.0
+    slopes = 0.02 * case.distance_bias("slopes")["slopes"]
+    steps = torch.randn(case.batch, case.num_heads, case.num_keys, generator=generator())
+    return [log_gate.float(), slopes.float(), (steps + 1).cumsum(dim=-1)]
+
+
+def generator():
+    return torch.Generator().manual_seed(3)
+
+
+def run(case, bias, *, impl, dtype=torch.float32):
+    leaves = [x.to(dtype).requires_grad_() for x in (case.q, case.k, case.v, *bias)]
+    *heads, log_gate, slopes, key_bias = leaves
+    out, lse = distance_attention(
+        *heads,
+        log_gate=log_gate,
+        log_gate_extends=True,
+        slopes=slopes,
+        key_bias=key_bias,
+        return_lse=True,
+        impl=impl,
+        **case.options,
+    )
+    gradients = torch.autograd.grad((out, lse), leaves, upstream(case, out, lse))
+    return dict(zip(NAMES, (out.detach(), lse.detach(), *gradients), strict=True))
+
+
+@pytest.mark.parametrize("trait", TRAITS)
+def test_gradients_of_the_bias(trait):
+    case = BASE.with_(dtype=torch.float32, **TRAITS[trait])
+    bias = biases(case, one_table=trait == "one table")
+    plain = run(case, bias, impl="reference")
+    exact = run(case, bias, impl="reference", dtype=torch.float64)
+    for impl in ("native", "tiled"):
+        found = run(case, bias, impl=impl)
+        for name in NAMES:
+            error, allowed, largest = errors(found[name], plain[name], exact[name])
+            assert error <= 2 * allowed + 4 * 2**-23 * largest, (impl, name, error, allowed)
+
+
+def test_what_padded_slots_hold_does_not_matter():
+    case = BASE.with_(dtype=torch.float32, **TRAITS["padded"])
+    log_gate, slopes, key_bias = biases(case)
+    padded = ~case.key_valid[:, None].expand_as(key_bias)
+    for impl in ("native", "tiled", "reference"):
+        clean = run(case, [log_gate, slopes, key_bias.masked_fill(padded, 0.0)], impl=impl)
+        poisoned = run(case, [log_gate, slopes, key_bias.masked_fill(padded, torch.nan)], impl=impl)
+        assert all(torch.equal(clean[name], poisoned[name]) for name in NAMES)
+        assert not poisoned["dkey_bias"][padded].any()
+
+
+def test_a_bias_that_grows_far_keeps_its_differences():
+    """In float64 to the native kernels: at 10^7 a float32 has no fraction of it."""
+    case = BASE.with_(dtype=torch.float32, batch=1, kv_heads=1)
+    near = torch.randn(1, 2, 150, generator=generator()).double().cumsum(dim=-1)
+    q, k, v = case.q, case.k, case.v
+    expected, lse = distance_attention(q, k, v, key_bias=near, return_lse=True, impl="native")
+    found, far = distance_attention(q, k, v, key_bias=near + 1e7, return_lse=True, impl="native")
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
+    torch.testing.assert_close(far - 1e7, lse, atol=1.0, rtol=0)
+
+
+def test_only_what_learns_has_a_gradient():
+    case = BASE.with_(dtype=torch.float32)
+    _, slopes, key_bias = biases(case)
+    key_bias.requires_grad_()
+    out = distance_attention(
+        case.q, case.k, case.v, slopes=slopes, key_bias=key_bias, impl="native"
+    )
+    out.square().sum().backward()
+    assert slopes.grad is None and key_bias.grad.count_nonzero()
+
+
+@pytest.mark.parametrize(
+    ("key_bias", "said"),
+    [
+        ([0.0], "key_bias must be a tensor, got list"),
+        (torch.zeros(2, 4, 149), r"key_bias must have shape \[2, 4, 150\], got \[2, 4, 149\]"),
+        (torch.zeros(2, 4, 150, dtype=torch.int64), "key_bias must be one of .* got torch.int64"),
+        (torch.zeros(2, 4, 150, device="meta"), "key_bias must be on the device of q"),
+        (torch.full((2, 4, 150), -torch.inf), "key_bias must be smaller than 1e.20 .* got -inf"),
+    ],
+)
+def test_wrong_biases_are_refused(key_bias, said):
+    with pytest.raises(ValueError, match=said):
+        distance_attention(BASE.q, BASE.k, BASE.v, key_bias=key_bias)
+
+
+def test_opcheck():
+    case = BASE.with_(dtype=torch.float32, num_queries=20, num_keys=20)
+    with Recorder() as recorder:
+        run(case, biases(case), impl="native")
+    operators = torch.ops.mosar.attend.default, torch.ops.mosar.attend_backward.default
+    forward, backward = (copied(recorder.calls[operator]) for operator in operators)
+    torch.library.opcheck(operators[1], backward)
+    for place in (0, 1, 2, 14, 15, 16):
+        forward[place].requires_grad_()
+    torch.library.opcheck(operators[0], forward)
