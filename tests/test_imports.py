@@ -114,9 +114,11 @@ def test_import_is_light():
     result = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
-    loaded = {name.split(".")[0] for name in json.loads(result.stdout)}
+    loaded = json.loads(result.stdout)
     assert "mosar" in loaded
-    assert loaded.isdisjoint(HEAVY)
+    # It takes as long to import as torch itself.
+    assert "torch._dynamo" not in loaded
+    assert {name.split(".")[0] for name in loaded}.isdisjoint(HEAVY)
 
 
 @pytest.mark.parametrize("part", [part for part in MAY_IMPORT if imports_of(part)])

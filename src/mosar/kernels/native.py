@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from functools import lru_cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -313,8 +314,16 @@ def _fake_plan(labels_q, classes_k, pos_q, pos_k, floor_q, valid_k, reach):
     return tuple(labels_q.new_empty(shape, dtype=torch.int32) for shape in shapes)
 
 
-# To torch.compile it is a constant: nothing in it is to be traced.
-@torch.compiler.assume_constant_result
+def _constant_in_graphs(function: Any) -> Any:
+    """torch.compile calls it and traces nothing of it.
+
+    As torch.compiler.assume_constant_result, which imports torch._dynamo: as long as torch itself.
+    """
+    function._dynamo_marked_constant = True
+    return function
+
+
+@_constant_in_graphs
 def native_obstacle() -> str | None:
     """Why the native kernels cannot be had on this machine, said once; None where they can."""
     return _native_obstacle()
@@ -332,7 +341,7 @@ def _native_obstacle() -> str | None:
     return None
 
 
-@torch.compiler.assume_constant_result
+@_constant_in_graphs
 def load_operators() -> None:
     """Builds and loads the library once per process and registers what torch must know of it."""
     _load_operators()
