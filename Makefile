@@ -5,6 +5,8 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install -q -c requirements/lock.txt
 TORCH := torch==2.13.0
 STAMP := $(VENV)/.mosar-installed
+COMPILE := from mosar.kernels.build import instruction_sets, load_library as load; \
+	[load(isa) for isa in ("native", *instruction_sets()[:-1])]
 
 .DEFAULT_GOAL := help
 .PHONY: help setup reproduce test check bench figures clean
@@ -31,12 +33,13 @@ reproduce: setup ## train and evaluate all eight variants, quick preset: runs/qu
 	$(VENV)/bin/mosar reproduce --preset quick --out runs/quick
 
 test: setup ## run the tests (all but those marked slow)
-	$(PY) -m pytest -q -n auto -m 'not slow'
+	$(PY) -m pytest -q -n auto --dist worksteal -m 'not slow'
 
 check: setup ## what CI runs: ruff, format, pyright, tests
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(PY) -m pyright
+	@# What the tests would wait for is compiled meanwhile.
+	@$(PY) -c '$(COMPILE)' & $(PY) -m pyright; checked=$$?; wait; exit $$checked
 	@$(MAKE) --no-print-directory test
 
 bench: setup ## measure attention: a table, and runs/bench/attention.{jsonl,png}; takes minutes
