@@ -4,10 +4,12 @@ No test may depend on how fast a machine is. A test that needs a command to be s
 it more work than it can ever finish; HANG only ends what would never end.
 """
 
+import resource
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -33,10 +35,10 @@ def wait_for(condition: Callable[[], object], process: subprocess.Popen[str]) ->
         time.sleep(0.002)
 
 
-def finish(process: subprocess.Popen[str]) -> tuple[str, str]:
+def finish(process: subprocess.Popen[str], given: str | None = None) -> tuple[str, str]:
     """What it wrote to its output and to its errors, once it has ended."""
     try:
-        return process.communicate(timeout=HANG)
+        return process.communicate(given, timeout=HANG)
     except subprocess.TimeoutExpired:
         process.kill()
         raise AssertionError(f"it hangs: {process.communicate()}") from None
@@ -48,9 +50,20 @@ def stop(process: subprocess.Popen[str], number: int) -> tuple[str, str]:
     return finish(process)
 
 
-def run(words: Sequence[object], **options: Any) -> tuple[str, str]:
-    """What a process wrote that must end well."""
-    process = start(words, **options)
-    written = finish(process)
+def run(words: Sequence[object], given: str | None = None, **options: Any) -> tuple[str, str]:
+    """What a process wrote that must end well, with some input."""
+    process = start(words, **{"stdin": subprocess.PIPE if given else None} | options)
+    written = finish(process, given)
     assert process.returncode == 0, written[1][-6000:]
     return written
+
+
+@contextmanager
+def file_size_limit(number: int) -> Iterator[None]:
+    """As a full disk: this process can make no file longer than so many bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (number, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -2,13 +2,16 @@ import pytest
 from typer.testing import CliRunner
 
 from mosar.bench.devices import Cpu
+from mosar.bench.training import TrainingCase
 from mosar.cli import app
 
 
 @pytest.fixture(autouse=True)
-def no_gemm(monkeypatch):
-    """The machine's peak takes a second to measure and is not what these tests are about."""
+def quick_benchmarks(monkeypatch):
+    """Steps of few tokens, and no second to measure the machine's peak."""
     monkeypatch.setattr(Cpu, "gemm_gflops", lambda self: 100.0)
+    *others, _ = TrainingCase.__init__.__defaults__
+    monkeypatch.setattr(TrainingCase.__init__, "__defaults__", (*others, 64))
 
 
 @pytest.fixture

@@ -29,11 +29,7 @@ ALL = (*ROUTED, TRAIN)
         (ATTENTION, "shape ρ SDPA reference ours plan memory GFLOP/s", "sdpa reference ours"),
         (DECODE, "shape keys SDPA ours GB/s cache", "sdpa ours"),
         (MODEL, "tokens/s transformers dense cache tiny", "transformers dense ours"),
-        (
-            f"{TRAIN} --softcap capped --memory 32",
-            "soft-caps rope mosar",
-            "rope mosar gemma2-eager",
-        ),
+        (f"{TRAIN} --softcap capped", "soft-caps rope mosar", "rope mosar gemma2-eager"),
     ],
 )
 def test_table_and_records(bench, tmp_path, command, columns, competitors):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import pickle
 
 import pytest
 import torch
@@ -38,6 +39,17 @@ def test_rows_and_competitors():
     assert plain.parameters["nanogpt"] == pytest.approx(plain.parameters["rope"], rel=0.1)
 
 
+def test_memory_is_that_of_whole_steps(monkeypatch):
+    def in_this_process(*task):
+        prepare, case, _, name = pickle.loads(pickle.dumps(task))
+        prepare(case, name)()
+        return {"rope": 4, "mosar": 5}[name]
+
+    monkeypatch.setattr(training, "measure_peak", in_this_process)
+    (record,) = TrainingComparison(**TINY | {"memory": (32,)}, softcap=("capped",)).run()
+    assert record.memory_ratio == 1.25
+
+
 def test_a_wrong_loss_gets_no_ratio(monkeypatch):
     monkeypatch.setattr(training, "exact_loss", lambda config, case: 1.0)
     comparison = TrainingComparison(**TINY, softcap=("capped",))
@@ -55,11 +67,11 @@ def test_a_loss_that_is_not_a_number_is_wrong_and_can_be_written(monkeypatch):
 
 
 def test_exact_loss_is_that_of_the_logits():
-    case = TrainingCase(16, "capped", "smoke")
+    case = TrainingCase(16, "capped", "smoke", tokens_per_step=160)
     config = case.config("mosar")
     step, _ = build_step(case, "mosar")
     assert step() == pytest.approx(exact_loss(config, case), rel=1e-5)
-    assert case.tokens().shape == (128, 17)
+    assert case.tokens().shape == (10, 17)
 
 
 def test_verdicts_follow_the_figures():

@@ -1,10 +1,7 @@
 """A run's checkpoint becomes a model of transformers and a run again, and no bit is lost."""
 
 import json
-import resource
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -29,6 +26,7 @@ from mosar.training.run_folder import (
     read_metrics,
     write_config,
 )
+from processes import file_size_limit
 
 from .runs import STEP, parameters_of
 
@@ -216,14 +214,9 @@ def test_weights_changed_on_purpose_are_loaded(run, dataset, tmp_path):
 def test_a_full_disk(run, bpe_dataset, tmp_path, room):
     """No file may grow beyond `room`: now the configuration fails, now the weights."""
     source, out = run("mosar", bpe_dataset), tmp_path / "out"
-    words = [sys.executable, "-m", "mosar.cli", "export", str(source), "--out", str(out)]
-    result = subprocess.run(
-        words,
-        capture_output=True,
-        text=True,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (room, room)),
-    )
-    assert result.returncode == 1, result.stderr
+    with file_size_limit(room):
+        result = CliRunner().invoke(app, ["export", str(source), "--out", str(out)])
+    assert result.exit_code == 1, result.output
     (line,) = result.stderr.splitlines()
     assert line.startswith("mosar: error: ") and line.endswith("File too large")
     assert [path.name for path in tmp_path.iterdir()] == ["mosar"]

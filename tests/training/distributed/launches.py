@@ -1,11 +1,15 @@
-"""Starting real processes with torchrun, on gloo, and having them do what a test asks."""
+"""Starting real processes, on gloo, and having them do what a test asks."""
 
 import json
 import os
+import socket
+import subprocess
 import sys
+import tempfile
+from functools import cache
 from pathlib import Path
 
-from processes import HANG, run
+from processes import HANG, start
 
 TESTS = Path(__file__).parents[2]
 
@@ -23,11 +27,31 @@ def torchrun(processes: int, *words: str) -> list[str]:
     return [*launcher, "--nproc-per-node", str(processes), *words]
 
 
-def run_jobs(processes: int, jobs: list[dict], folder: Path) -> None:
+@cache
+def waiting_processes(number: int):
+    """Processes of `worker.py` that wait for jobs: starting them is most of what a test costs."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1])}
+    errors = tempfile.TemporaryFile("a+")  # noqa: SIM115
+    streams = {"stdin": subprocess.PIPE, "stderr": errors}
+    variables = [place | {"WORLD_SIZE": str(number), "RANK": str(rank)} for rank in range(number)]
+    words = [sys.executable, "-m", "training.distributed.worker"]
+    return [start(words, env=environment(**own), **streams) for own in variables], errors
+
+
+def run_jobs(number: int, jobs: list[dict]) -> None:
     """Has `worker.py` do the jobs one after the other in the same processes."""
-    file = folder / "jobs.json"
-    file.write_text(json.dumps(jobs))
-    run(torchrun(processes, "-m", "training.distributed.worker", str(file)), env=environment())
+    processes, errors = waiting_processes(number)
+    for process in processes:
+        print(json.dumps(jobs), file=process.stdin, flush=True)
+    # A process that fails ends, and so do the others, which miss it.
+    if [process.stdout.readline() for process in processes] != ["done\n"] * number:
+        waiting_processes.cache_clear()
+        for process in processes:
+            process.kill()
+        errors.seek(0)
+        raise AssertionError(errors.read()[-6000:])
 
 
 def train_command(processes: int, dataset: Path, out: Path, *changes: str) -> list[str]:

@@ -102,7 +102,7 @@ def check_as_if_undisturbed(dataset, out, settings, processes):
     changes = [*settings, f"train.steps={end}"]
     job = {"variant": "mosar-cost", "data": str(dataset), "changes": changes}
     jobs = [{**job, "out": str(folder)} for folder in (out, whole)]
-    run_jobs(processes, jobs, out.parent)
+    run_jobs(processes, jobs)
     assert lines(out) == lines(whole)
     assert checkpoint_bytes(out) == checkpoint_bytes(whole)
     assert not leftovers(out)

@@ -48,7 +48,7 @@ def found_in(folder):
 def sent(dataset, tmp_path_factory):
     """Bytes that the first of two real processes sent, by case and operation."""
     folder = tmp_path_factory.mktemp("sent")
-    run_jobs(2, jobs_of("sent", dataset, folder), folder)
+    run_jobs(2, jobs_of("sent", dataset, folder))
     return found_in(folder)
 
 
@@ -59,10 +59,9 @@ def held(dataset, tmp_path_factory):
     With gloo the allocator's events would miss the end of what the network's thread lets go of.
     """
     folder = tmp_path_factory.mktemp("held")
-    file = folder / "jobs.json"
-    file.write_text(json.dumps(jobs_of("held", dataset, folder)))
     run(
-        [sys.executable, "-m", "training.distributed.worker", str(file)],
+        [sys.executable, "-m", "training.distributed.worker"],
+        given=json.dumps(jobs_of("held", dataset, folder)),
         env=environment(WORLD_SIZE="2", RANK="0", NETWORK="fake"),
     )
     return found_in(folder)

@@ -1,4 +1,4 @@
-"""What a process of a test does: the jobs of a file, all in one process group."""
+"""What a process of a test does: the jobs it is given, all in one process group."""
 
 import json
 import os
@@ -167,10 +167,11 @@ def main():
         "sent": sent_job,
         "held": held_job,
     }
-    for job in json.loads(Path(sys.argv[1]).read_text()):
-        kinds[job.get("kind", "train")](job)
-    dist.barrier()
-    dist.destroy_process_group()
+    for line in sys.stdin:
+        for job in json.loads(line):
+            kinds[job.get("kind", "train")](job)
+        dist.barrier()
+        print("done", flush=True)
 
 
 if __name__ == "__main__":
