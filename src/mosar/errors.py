@@ -7,6 +7,8 @@ that a caller gave a wrong value.
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class MosarError(RuntimeError):
@@ -27,6 +29,17 @@ class DataError(MosarError, ValueError):
 
 class ModelError(MosarError):
     """A trained model cannot be loaded, evaluated, exported or retrofitted."""
+
+
+@contextmanager
+def needing(module: str, message: str) -> Iterator[None]:
+    """While something is imported: without `module`, a ModelError that says the message."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != module:
+            raise
+        raise ModelError(message) from None
 
 
 class PlanError(MosarError):

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress, TaskProgressColumn
 
-from mosar.training.progress import Reporter
+from mosar.training.progress import Reporter, make_bar
 
 # Without a terminal, a line at most this often, besides beginnings and ends.
 _LINE_SECONDS = 30.0
@@ -35,15 +35,7 @@ class Display:
         if not self.enabled or not self.console.is_terminal:
             yield
             return
-        with Progress(
-            BarColumn(bar_width=24),
-            TaskProgressColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[left]} left · {task.description}", markup=False),
-            console=self.console,
-            # No refreshing thread: it would take time from the training.
-            auto_refresh=False,
-        ) as self._bar:
+        with make_bar(self.console, TaskProgressColumn(), width=24) as self._bar:
             self._task = self._bar.add_task("", total=self.total, left=_clock(self.guess))
             yield
         self._bar = None

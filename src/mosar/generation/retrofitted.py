@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mosar.attention import ROUTINGS
 from mosar.core.hard_domain import build_hard_domain
-from mosar.errors import ModelError
+from mosar.errors import ModelError, needing
 from mosar.generation.source import Source
 from mosar.model.generation import MeasuredReader
 from mosar.model.label_log import LabelLog
@@ -26,14 +26,8 @@ def open_retrofitted(folder: Path, routing: str | None) -> Source:
     chosen = "sparse" if routing is None else routing
     if chosen not in known:
         raise ValueError(f"routing must be one of {', '.join(known)}; got {chosen!r}")
-    try:
+    with needing("transformers", 'a retrofitted model needs transformers: pip install "mosar[hf]"'):
         from mosar.integrations.retrofit import load_retrofitted
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "transformers":
-            raise
-        raise ModelError(
-            'a retrofitted model needs transformers: pip install "mosar[hf]"'
-        ) from None
     try:
         attached = load_retrofitted(folder)
     except OSError as error:

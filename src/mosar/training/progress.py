@@ -8,11 +8,31 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
 # Without a terminal, a line at most this often, besides evaluations and messages.
 _LINE_SECONDS = 10.0
 _BAR_SECONDS = 0.2
+
+
+def make_bar(console: Console, done: ProgressColumn, *, width: int) -> Progress:
+    """A bar, what is `done`, and the time; it moves only when it is told to."""
+    return Progress(
+        BarColumn(bar_width=width),
+        done,
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[left]} left · {task.description}", markup=False),
+        console=console,
+        # No refreshing thread: it would take time from the training.
+        auto_refresh=False,
+    )
 
 
 class Reporter:
@@ -41,15 +61,7 @@ class Reporter:
         if not self._progress:
             yield
             return
-        with Progress(
-            BarColumn(bar_width=20),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[left]} left · {task.description}", markup=False),
-            console=self._console,
-            # No refreshing thread: it would take time from the training.
-            auto_refresh=False,
-        ) as self._bar:
+        with make_bar(self._console, MofNCompleteColumn(), width=20) as self._bar:
             self._task = self._bar.add_task("", total=self.steps, completed=start, left="-:--:--")
             yield
 

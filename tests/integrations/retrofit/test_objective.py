@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from mosar import MoSARConfig, Regime, build_hard_domain, mosar_attention
 from mosar.integrations.retrofit.objective import (
+    Scoring,
     causal_pairs,
     distance_bands,
     expected_pairs,
@@ -82,7 +83,7 @@ def test_certain_choices_give_the_output_of_sparse_routing(window, softcap):
     q, (k, v) = torch.randn(6, 30, 8), torch.randn(2, 2, 30, 8)
     labels_q, labels_k = torch.randint(0, 3, (2, 2, 30)).unbind()
     queries = torch.tensor([0, 7, 29])
-    attention = head_attention(q, k, queries, scale=0.7, softcap=softcap, window=window)
+    attention = head_attention(q, k, queries, Scoring(0.7, softcap, window))
     pi_q, pi_k = (F.one_hot(x, 3).float() for x in (labels_q, labels_k))
     keep = read_probability(pi_q[:, queries], pi_k, queries, config, window=window)
     options = {"scale": 0.7, "softcap": softcap, "window": window, "impl": "reference"}

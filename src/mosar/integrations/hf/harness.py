@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from mosar.errors import ModelError
+from mosar.errors import needing
 from mosar.integrations.hf.folders import load_model
 from mosar.integrations.hf.model import MosarForCausalLM
 
@@ -39,14 +39,9 @@ def evaluate_tasks(
     the evaluation, then put back. max_length: the longest input, by default the training length.
     limit: examples of each task. options: those of `simple_evaluate`.
     """
-    try:
+    missing = 'this needs lm_eval, which is not installed: pip install "mosar[harness]"'
+    with needing("lm_eval", missing):
         harness, models, managers = map(import_module, _MODULES)
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "lm_eval":
-            raise
-        raise ModelError(
-            'this needs lm_eval, which is not installed: pip install "mosar[harness]"'
-        ) from None
     if not isinstance(model, MosarForCausalLM):
         folder = Path(model)
         model = load_model(folder)

@@ -12,7 +12,6 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from mosar.attention import Routing
 from mosar.core.config import MoSARConfig
 from mosar.integrations.megatron.core_attention import MoSARCoreAttention
 
@@ -20,29 +19,16 @@ Spec = TypeVar("Spec", ModuleSpec, TransformerBlockSubmodules)
 
 
 def mosar_layer_spec(
-    spec: Spec,
-    config: TransformerConfig,
-    mosar: MoSARConfig,
-    *,
-    softcap: float | None = None,
-    query_pre_attn_scalar: float | None = None,
-    routing: Routing = "soft",
-    impl: str = "auto",
+    spec: Spec, config: TransformerConfig, mosar: MoSARConfig, **options: Any
 ) -> Spec:
     """`spec` of a layer (or of a block of layers), a copy with MoSAR in its self-attention.
 
-    `config` is the one the model is built from. The other arguments are `MoSARCoreAttention`'s.
+    `config` is the one the model is built from. The options are those of `MoSARCoreAttention`:
+    softcap, query_pre_attn_scalar, routing and impl.
     """
     num_kv_heads = config.num_query_groups
     assert num_kv_heads is not None, "TransformerConfig sets it"
-    params = {
-        "mosar": mosar,
-        "num_kv_heads": num_kv_heads,
-        "softcap": softcap,
-        "query_pre_attn_scalar": query_pre_attn_scalar,
-        "routing": routing,
-        "impl": impl,
-    }
+    params = {"mosar": mosar, "num_kv_heads": num_kv_heads, **options}
     core = ModuleSpec(module=MoSARCoreAttention, params=params)
     if isinstance(spec, TransformerBlockSubmodules):
         return replace(spec, layer_specs=[_with_core(s, core) for s in spec.layer_specs or []])

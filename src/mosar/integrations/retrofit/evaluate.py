@@ -21,6 +21,7 @@ from mosar.core.hard_domain import build_hard_domain
 from mosar.integrations.retrofit.attach import DENSE, Retrofit, default_config, retrofit
 from mosar.integrations.retrofit.layer import SATURATED, RoutedLayer
 from mosar.integrations.retrofit.objective import (
+    Scoring,
     by_group,
     head_attention,
     read_attention,
@@ -177,14 +178,8 @@ def _observer(figures: dict[int, _Support]) -> Any:
             density = domain.row_counts.double() / domain.row_causal_counts.double()
             support.density[layer.index].append(density[0])
         queries = spread_queries(_SAMPLED, k)
-        attention = head_attention(
-            q[0],
-            k[0],
-            queries,
-            scale=options.get("scale"),
-            softcap=options.get("softcap"),
-            window=layer.window,
-        )
+        scoring = Scoring(options.get("scale"), options.get("softcap"), layer.window)
+        attention = head_attention(q[0], k[0], queries, scoring)
         lost = 1 - read_attention(attention, logits_q[:, queries], logits_k, queries, layer)
         for length, support in figures.items():
             chosen = lost[:, : max(_SAMPLED * length // q.shape[2], 1)]

@@ -20,6 +20,7 @@ from mosar.core.routers import PostPositionRouter, top1_routing
 from mosar.integrations.retrofit.config import RetrofitSettings
 from mosar.integrations.retrofit.layer import RoutedLayer
 from mosar.integrations.retrofit.objective import (
+    Scoring,
     by_group,
     causal_pairs,
     expected_pairs,
@@ -121,14 +122,8 @@ class LayerLearner:
         assert layer.project is not None
         support = {"queries": queries, "config": config, "window": layer.window}
         with torch.no_grad():
-            attention = head_attention(
-                given.q,
-                given.k,
-                queries,
-                scale=given.scale,
-                softcap=given.softcap,
-                window=layer.window,
-            )
+            scoring = Scoring(given.scale, given.softcap, layer.window)
+            attention = head_attention(given.q, given.k, queries, scoring)
             whole = torch.ones(1, len(queries), length, device=given.k.device)
             exact = layer.project(kept_output(attention, whole, given.v)).float()
             # The median: the first tokens' streams are far larger than all others.

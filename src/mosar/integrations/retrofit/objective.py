@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -60,19 +61,23 @@ def distance_bands(config: MoSARConfig) -> tuple[Band, ...]:
     return tuple(bands)
 
 
-def head_attention(
-    q: Tensor,
-    k: Tensor,
-    queries: Tensor,
-    *,
-    scale: float | None = None,
-    softcap: float | None = None,
-    window: int | None = None,
-) -> Tensor:
+class Scoring(NamedTuple):
+    """How a layer weighs q·k: by default divided by sqrt(D), without a cap, over all keys."""
+
+    scale: float | None = None
+    softcap: float | None = None
+    window: int | None = None
+
+
+PLAIN = Scoring()
+
+
+def head_attention(q: Tensor, k: Tensor, queries: Tensor, scoring: Scoring = PLAIN) -> Tensor:
     """Attention of the queries at positions `queries` [Q] over all keys, [H, Q, S].
 
     q [H, T, D] and k [K, T, D] are those of one row without padding.
     """
+    scale, softcap, window = scoring
     heads, _, dim = q.shape
     kv_heads, length = k.shape[:2]
     chosen = q[:, queries].float().reshape(kv_heads, -1, dim)
