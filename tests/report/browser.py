@@ -5,7 +5,6 @@ Nothing but the browser itself is needed. `find_browser` is None where there is 
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import select
@@ -123,14 +122,6 @@ class Browser:
     def press(self, key: str) -> None:
         for kind in ("keyDown", "keyUp"):
             self._call("Input.dispatchKeyEvent", {"type": kind, "key": key})
-
-    def screenshot(self, path: Path, *, whole: bool = False) -> None:
-        """What the window shows, or the whole page."""
-        shot: dict[str, Any] = {"format": "png", "captureBeyondViewport": whole}
-        if whole:
-            size = self._call("Page.getLayoutMetrics")["cssContentSize"]
-            shot["clip"] = {"x": 0, "y": 0, "scale": 1} | {k: size[k] for k in ("width", "height")}
-        path.write_bytes(base64.b64decode(self._call("Page.captureScreenshot", shot)["data"]))
 
     def close(self) -> None:
         os.close(self._orders)

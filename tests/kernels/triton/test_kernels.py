@@ -34,8 +34,8 @@ BASE = Case(
     config=NARROW,
     dtype=torch.float32,
     heads_per_kv=2,
-    num_queries=41,
-    num_keys=41,
+    num_queries=27,
+    num_keys=27,
     head_dim=12,
 )
 RICH = MoSARConfig(
@@ -67,10 +67,10 @@ def test_everything_at_once(kind):
 SIZES = {
     "plain": {},
     # Heads of a tile fill it, leave rows over, or need two tiles.
-    **{f"{n} heads": {"heads_per_kv": n, "num_queries": 20, "num_keys": 20} for n in (1, 3, 8)},
+    **{f"{n} heads": {"heads_per_kv": n, "num_queries": 20, "num_keys": 20} for n in (3, 8)},
     "40 heads": {"heads_per_kv": 40, "num_queries": 4, "num_keys": 4},
-    **{f"dim {n}": {"head_dim": n, "num_queries": 17, "num_keys": 19} for n in (1, 80, 256)},
-    **{f"length {n}": {"num_queries": n, "num_keys": n, "batch": 2} for n in (1, 2, 17)},
+    **{f"dim {n}": {"head_dim": n, "num_queries": 17, "num_keys": 19} for n in (1, 80)},
+    **{f"length {n}": {"num_queries": n, "num_keys": n, "batch": 2} for n in (1, 17)},
     "half": {"dtype": torch.float16, "softcap": 30.0, "num_queries": 25},
     **{f"scale {x}": {"scale": x, "num_queries": 10, "num_keys": 25} for x in (-1e4, 1e-30)},
 }
@@ -79,7 +79,7 @@ SIZES = {
 @biases
 @pytest.mark.parametrize("size", SIZES)
 def test_sizes(kind, size):
-    conditioned = size in ("length 1", "length 2", "scale -10000.0")
+    conditioned = size in ("length 1", "scale -10000.0")
     assert_within_budget(BASE.with_(**SIZES[size]), kind, impl="triton", conditioned=conditioned)
 
 
@@ -89,6 +89,7 @@ def test_whole_blocks_on_plateaus(monkeypatch, kind, softcap):
     monkeypatch.setattr(blocks, "INTERPRETED", blocks.Blocks(32, 4, 4, 1))
     config = MoSARConfig(regimes=(Regime("S", 12, 0.9), Regime("G", 48, 1.0)))
     case = BASE.with_(config=config, heads_per_kv=8, head_dim=4, softcap=softcap)
+    case = case.with_(num_queries=41, num_keys=41)
     assert_within_budget(case, kind, impl="triton")
 
 
