@@ -183,18 +183,6 @@ def test_memory_is_measured_by_default_at_8192_or_the_largest_length():
     assert len(AttentionComparison(lengths=(16384,)).cases()) == 3
 
 
-def test_default_rows():
-    default = AttentionComparison()
-    assert [case.length for case in default.cases()[:6]] == [256, 512, 1024, 2048, 4096, 8192]
-    assert len(default.cases()) == 18
-    soft = AttentionComparison(mode=("soft-train",), shapes=default.shapes[:1])
-    assert [case.length for case in soft.cases()] == [2048, 8192]
-    gpu = AttentionComparison(device="cuda")
-    assert set(gpu.chosen_competitors) - set(default.chosen_competitors) == {"flash"}
-    lengths = [case.length for case in gpu.cases()[:6]]
-    assert lengths == [1024, 2048, 4096, 8192, 16384, 32768]
-
-
 def test_plot_is_drawn(bench, tmp_path):
     result = bench(QUICK, "--plot", tmp_path / "a.svg", "--labels", "clustered")
     assert result.exit_code == 0, result.output

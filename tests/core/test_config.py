@@ -29,14 +29,6 @@ def test_defaults_are_the_papers():
     )
 
 
-def test_regimes_are_counted_and_found_by_name():
-    config = MoSARConfig()
-    assert (config.num_regimes, config.global_index) == (3, 2)
-    assert [config.regime_index(name) for name in "SMG"] == [0, 1, 2]
-    with pytest.raises(ValueError, match=r"regime must be one of .*'X'"):
-        config.regime_index("X")
-
-
 @given(configs(kv_heads=12))
 def test_json_round_trip(config):
     assert MoSARConfig.from_json(config.to_json()) == config

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from cases import configs, geometry
 from core import outsider
 from mosar import MoSARConfig, Regime, RegimeKernel, pair_geometry
-from mosar.core.regimes import support_reach
 
 PAPER_PAIRS = [
     ("SS", 128, 96, 32),
@@ -57,13 +56,6 @@ def test_pair_table_agrees_with_the_outsider(config):
 
 
 @given(configs())
-def test_only_the_global_pair_has_no_end(config):
-    reach, last = support_reach(config), config.global_index
-    assert reach[last, last] == math.inf
-    assert all(reach[m, n] == pair_geometry(config).reach[m, n] for m, n in local_pairs(config))
-
-
-@given(configs())
 def test_gate_agrees_with_the_outsider(config):
     law = {key: geometry(config)[key] for key in ("regimes", "composition")}
     law |= {"barrier": config.barrier, "exponent": config.exponent}
@@ -90,13 +82,6 @@ def test_gate_is_a_step_where_there_is_no_transition(reach, barrier):
         assert float(kernel(after)[m, n]) == pytest.approx(math.exp(-barrier), rel=1e-12)
 
 
-@given(configs())
-def test_the_global_pair_is_exactly_one_at_any_distance(config):
-    distances = torch.tensor([0.0, 1.0, 1e3, 1e9], dtype=torch.float64)
-    gate = RegimeKernel(config)(distances)[:, -1, -1]
-    assert torch.equal(gate, torch.ones_like(gate))
-
-
 def test_the_global_pair_does_not_decay_even_with_a_transition():
     config = MoSARConfig(regimes=(Regime("S", 2, 0.5), Regime("G", 8, 0.25)))
     assert pair_geometry(config).transition[-1, -1] == 6
@@ -112,28 +97,8 @@ def test_negative_distances_count_as_zero(config):
     assert torch.equal(gate[2], torch.ones_like(gate[2]))
 
 
-@pytest.mark.parametrize(
-    ("distances", "dtype", "expected"),
-    [
-        (torch.tensor([5]), None, torch.float32),
-        (torch.tensor([5.0]), None, torch.float32),
-        (torch.tensor([5.0], dtype=torch.float64), None, torch.float64),
-        (torch.tensor([5]), torch.float64, torch.float64),
-    ],
-)
-def test_gate_dtype(distances, dtype, expected):
-    assert RegimeKernel(MoSARConfig())(distances, dtype).dtype == expected
-
-
 def test_gate_is_evaluated_in_float64_and_rounded_once():
     kernel, distances = RegimeKernel(MoSARConfig()), torch.arange(3000)
     exact = kernel(distances, torch.float64)
     assert torch.equal(kernel(distances), exact.float())
     assert torch.equal(kernel.to(torch.bfloat16)(distances, torch.float64), exact)
-
-
-@pytest.mark.parametrize("shape", [(), (3,), (2, 3), (2, 1, 3, 4)])
-def test_gate_takes_distances_of_any_shape(shape):
-    gate = RegimeKernel(MoSARConfig())(torch.full(shape, 100))
-    assert gate.shape == (*shape, 3, 3)
-    assert torch.equal(gate, gate.reshape(-1, 3, 3)[0].expand(gate.shape))

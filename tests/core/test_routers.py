@@ -89,14 +89,6 @@ def test_a_low_precision_module_computes_in_float32(dtype):
     assert torch.equal(result.probabilities, expected.probabilities)
 
 
-def test_a_float64_module_computes_in_float64():
-    router = enliven(PostPositionRouter(12, MoSARConfig()).double())
-    x = random_input(2, 5, 12)
-    result = router(x)
-    assert result.logits.dtype == result.probabilities.dtype == torch.float64
-    assert torch.equal(result.logits, router(x.double()).logits)
-
-
 @pytest.mark.parametrize(
     ("logits", "label"),
     [

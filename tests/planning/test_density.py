@@ -19,7 +19,6 @@ from mosar.planning.density import (
     outer,
     packaged_curves,
 )
-from mosar.report.paper import paper
 
 RESULTS = Path(__file__).parents[2] / "results" / "small"
 
@@ -64,20 +63,6 @@ def test_the_model_is_near_what_was_measured(name):
         for change in ({"num_sinks": 4}, {"composition": "min"}, {"barrier": 12.0}):
             other = replace(config, **change | {"epsilon": 1e-7})
             assert curve.density(other, context)[1] == "modelled"
-
-
-@pytest.mark.parametrize("variant", ["mosar", "mosar-cost"])
-def test_the_package_has_the_papers_shares(variant):
-    curve = packaged_curves()[f"paper/{variant}"]
-    for point in curve.points:
-        row = paper()["routing"][variant][f"{point.factor:g}"]
-        sides = [
-            (row[f"{side}_S"], 1 - row[f"{side}_S"] - row[f"{side}_G"], row[f"{side}_G"])
-            for side in "qk"
-        ]
-        for ours, theirs in zip(point.pairs, outer(*sides), strict=True):
-            assert ours == pytest.approx(theirs, abs=1e-6)
-    assert curve.density(MoSARConfig(), 8192)[1] == "modelled"
 
 
 def test_between_and_beyond_points():

@@ -96,10 +96,6 @@ def failing(folder, *parts):
     return text
 
 
-def test_no_folder(tmp_path):
-    failing(tmp_path / "nothing", f"there is no folder {tmp_path / 'nothing'}")
-
-
 def test_no_records(tmp_path):
     failing(tmp_path, f"no records in {tmp_path}", "mosar reproduce --out")
     (tmp_path / "records").mkdir()
@@ -111,14 +107,6 @@ def test_only_failures(tmp_path):
         tmp_path, variants=(), retrieval=False, benchmarks=False, failures=["rope-seed0"]
     )
     failing(tmp_path, "all its cells failed", "rope-seed0 with: loss is not finite at step 17")
-
-
-def test_a_damaged_line_is_named(tmp_path):
-    write_cell(write_experiment(tmp_path, variants=(), benchmarks=False), CELL)
-    path = tmp_path / "records" / f"{CELL.name}.jsonl"
-    path.write_text(path.read_text() + '{"schema": 1, "kind": "evalu')
-    lines = len(path.read_text().splitlines())
-    failing(tmp_path, path, f"line {lines}: ")
 
 
 @pytest.mark.parametrize(

@@ -72,11 +72,6 @@ def test_a_pair_keeps_its_colour_whatever_its_reach():
         assert len({look.light for look in looks}) == len({look.dark for look in looks}) == count
 
 
-def test_pairs_have_the_names_of_their_regimes():
-    assert list(regime_pairs(MoSARConfig()).values()) == ["SS", "SM", "MM", "SG", "MG", "GG"]
-    assert regime_pairs(CONFIGS["two"])[0, 1] == "near–all"
-
-
 @pytest.mark.parametrize("file_format", FORMATS)
 def test_rendering_is_reproducible(file_format):
     first, second = (

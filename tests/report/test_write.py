@@ -1,8 +1,6 @@
 """What `mosar report` writes: complete, the same again, and nothing that is not its own."""
 
 import re
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import replace
 from xml.etree import ElementTree
@@ -81,14 +79,6 @@ def test_figures_show_what_the_page_shows(written):
     assert all(f'id="{name}"' in svg for name in ("mosar", "rope", "fixed-m"))
 
 
-def test_tables_hold_the_main_table(written):
-    markdown = (written / "tables.md").read_text()
-    assert "| MoSAR | 3 |" in markdown and "12.208" in markdown
-    assert "does not hold" in markdown or "cannot be told" in markdown
-    tex = (written / "tables.tex").read_text()
-    assert r"\toprule" in tex and "12.208" in tex and r"\ensuremath{\pm}" in tex
-
-
 def test_a_former_report_is_replaced_and_nothing_else(tmp_path):
     folder = small(tmp_path / "run", factors=(1, 2))
     out = tmp_path / "out"
@@ -146,12 +136,6 @@ def test_names_that_look_alike_stay_apart(tmp_path):
     assert all(re.fullmatch(r"[a-z0-9][a-z0-9._-]{0,63}", name) for name in found)
     for start in ("regime_shares_", "retrieval_"):
         assert sum(name.startswith(start) for name in found) == len(names)
-
-
-def test_plain_names_are_slugs_already():
-    for name in ("mosar-cost", "perplexity_by_position_0.5x", "grid_attention.barrier_density"):
-        assert slug(name) == name
-    assert slug(slug("a/b")) == slug("a/b") and slug("") and slug("\ud800")
 
 
 def test_a_name_or_link_that_leads_elsewhere_is_refused(tmp_path, monkeypatch):
@@ -222,20 +206,3 @@ def test_a_folder_that_cannot_be_written(tmp_path):
     failing(run("report", folder, "--out", tmp_path / "taken"), "cannot write")
     with pytest.raises(ReportError, match="cannot write"):
         write_report(folder, tmp_path / "taken")
-
-
-def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):
-    for name in [name for name in sys.modules if name.startswith(("matplotlib", "mosar.report"))]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    failing(run("report", tmp_path), 'pip install "mosar[report]"')
-
-
-def test_the_data_files_are_packaged():
-    """They are found where the package is, not beside the tests."""
-    names = ("page.css", "page.html", "page.js", "paper.json")
-    code = "from importlib.resources import files; f = files('mosar.report'); " + (
-        f"print(all(f.joinpath(n).is_file() for n in {names}))"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert result.stdout == "True\n"
