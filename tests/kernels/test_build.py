@@ -139,17 +139,6 @@ def test_without_a_compiler(machine):
     assert BUILDING not in errors
 
 
-def test_a_cache_that_cannot_be_written(machine):
-    machine.cache.write_text("a file where the folder should be")
-    machine.copying_compiler()
-    output, errors = machine.use("auto", "native")
-    assert output == "auto serves\nnative serves\n"
-    assert SLOWER not in errors
-    (folder,) = machine.temporary.glob("mosar-*")
-    assert suffixes(folder) == KEPT
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-
-
 @pytest.fixture
 def temporary_cache(tmp_path, monkeypatch):
     """Where the cache is if the user's own folder cannot be used."""
@@ -207,9 +196,21 @@ def test_a_folder_that_others_control_is_refused(temporary_cache, capfd, make, r
     assert not any(path.is_file() for path in temporary_cache.parent.rglob("*"))
 
 
-def test_a_folder_for_all_with_the_sticky_bit_is_trusted(temporary_cache):
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_a_temporary_folder_serves_where_the_cache_cannot(
+    temporary_cache, tmp_path, monkeypatch, capfd, is_folder
+):
+    """A file where the folder should be, or a folder that others can replace; sticky ones serve."""
     temporary_cache.parent.chmod(0o1777)
+    if is_folder:
+        (tmp_path / "open").mkdir()
+        (tmp_path / "open").chmod(0o777)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "open"))
     assert cache_folder() == temporary_cache
+    assert stat.S_IMODE(temporary_cache.stat().st_mode) == 0o700
+    said = capfd.readouterr().err
+    assert ("others can replace it" in said) == is_folder
+    assert not list(tmp_path.glob("open/mosar/*"))
 
 
 def test_links_on_the_way_are_followed_once(tmp_path, monkeypatch):
@@ -217,16 +218,6 @@ def test_links_on_the_way_are_followed_once(tmp_path, monkeypatch):
     (tmp_path / "link").symlink_to("disk")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "link"))
     assert cache_folder() == tmp_path / "disk" / "mosar"
-
-
-def test_an_unsafe_cache_is_named_and_the_temporary_folder_serves(machine):
-    machine.cache.mkdir()
-    machine.cache.chmod(0o777)
-    machine.copying_compiler()
-    output, errors = machine.use("native")
-    assert output == "native serves\n"
-    assert f"not kept in {machine.cache / 'mosar'}: others can replace it" in errors
-    assert not any((machine.cache / "mosar").iterdir())
 
 
 @pytest.mark.parametrize(
