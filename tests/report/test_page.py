@@ -116,12 +116,10 @@ FULL = {"retrieval": True, "benchmarks": True}
 PARTS = {
     "one variant, one seed": {"variants": ("rope",), "seeds": (0,)},
     "mosar alone": {"variants": ("mosar",), "seeds": (0,)} | FULL,
-    "no routers": {"variants": ("rope", "alibi"), "seeds": (0, 1), "retrieval": True},
-    "one length": {"variants": ("rope", "mosar"), "seeds": (0, 1), "factors": (1,)},
+    "one length": {"variants": ("rope", "alibi"), "seeds": (0, 1), "factors": (1,)},
     "odd lengths": {"variants": ("rope", "mosar"), "seeds": (0,), "factors": (2, 3, 8)},
     "unknown variants": {"variants": ("rope", "nope", "yarn"), "seeds": (0,)} | FULL,
     "uneven seeds": {"variants": ALL, "seeds": {"rope": (0, 1, 2), "mosar": (1, 2)}},
-    "failed cells": {"variants": ("rope",), "seeds": (0,), "failures": ["mosar-seed0", "x"]},
     "grid alone": {"variants": (), "grid": {"attention.barrier": (4, 6)}},
     "grid of words": {"variants": (), "grid": {"attention.composition": ("min", "max")}},
     "benchmarks alone": {"variants": (), "benchmarks": True},

@@ -60,7 +60,7 @@ def wanted_of(call):
 
 
 # Processes that take about as long as each other.
-@pytest.mark.parametrize("calls", [("sparse",), ("soft",), ("distance", "decode", "plan")])
+@pytest.mark.parametrize("calls", [("sparse",), ("soft",), ("distance", "decode", "plan")], ids=str)
 def test_every_kernel_and_target(tmp_path, calls):
     wanted = [want for call in calls for want in wanted_of(call)]
     results = compile_elsewhere(wanted, tmp_path)
