@@ -25,7 +25,7 @@ class Look:
     """Lengths of dash and gap in units of the line, as SVG has them."""
 
 
-# Those of the paper, chosen by hand.
+# Those of the paper and our own, chosen by hand.
 VARIANTS = {
     "mosar": Look("MoSAR", "#d55e00", "#ff8a3d", "circle"),
     "mosar-cost": Look("MoSAR-Cost", "#c98a00", "#ffc24d", "diamond", "7 3"),
@@ -34,6 +34,8 @@ VARIANTS = {
     "rope-m-mask": Look("RoPE-M-mask", "#858b95", "#9aa3b2", "cross", "2 3"),
     "rope": Look("RoPE", "#1f2430", "#e8eaf0", "square"),
     "alibi": Look("ALiBi", "#3552b5", "#8fa4ff", "plus"),
+    "mosar-hard": Look("MoSAR-Hard", "#a03000", "#ff6a4d", "diamond", "2 2"),
+    "mosar-plus": Look("MoSAR-Plus", "#8a2be2", "#c08bff", "star"),
     "p-rope": Look("p-RoPE", "#c2609a", "#ee9ccb", "star", "9 3 2 3"),
 }
 # Of other variants the marker tells what their attention depends on, hue and dash which one it is.

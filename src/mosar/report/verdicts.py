@@ -160,7 +160,7 @@ def _relative(c: Comparison, setting: Setting, than: Setting, low: float, high: 
 
 
 def best(c: Comparison, variant: str, factor: float) -> Finding:
-    """No other variant has a lower perplexity at this length.
+    """No other variant of the paper has a lower perplexity at this length.
 
     One that has is enough to say no; to say yes takes all that the paper compares. Shown is the
     rival that decides.
@@ -172,7 +172,7 @@ def best(c: Comparison, variant: str, factor: float) -> Finding:
     gaps = {
         name: gap
         for name in c.evaluated
-        if name != variant and (gap := c.relative(own, Setting(name, factor))) is not None
+        if name in rivals and (gap := c.relative(own, Setting(name, factor))) is not None
     }
     if not gaps:
         return unmeasured(said)

@@ -262,6 +262,13 @@ def test_the_routing_cost_enters_the_training_loss():
     assert padded.routing_cost.item() == pytest.approx(cost, rel=1e-5)
 
 
+def test_the_discarded_mass_is_refused_in_training():
+    model, tokens = small_model(AttentionConfig(geometry="mosar", mass_weight=0.5)), some_tokens()
+    assert model.eval()(tokens, labels=tokens).loss > 0
+    with pytest.raises(ValueError, match="mass_weight'\\] to 0 in the configuration, got 0.5"):
+        model.train()(tokens, labels=tokens)
+
+
 def test_the_cost_reaches_routers_under_sparse_routing():
     attention = AttentionConfig(geometry="mosar", cost_weight=0.5)
     model, tokens = small_model(attention, routing="sparse").train(), some_tokens()

@@ -331,6 +331,12 @@ class MosarForCausalLM(MosarPreTrainedModel, GenerationMixin):
             raise ValueError(
                 f"labels must be {list(tokens.shape[:2])} like the tokens, got {list(labels.shape)}"
             )
+        mass_weight = self.decoder.attention_config.mass_weight
+        if mass_weight and self.training and labels is not None:
+            raise ValueError(
+                "the discarded mass is a loss of mosar train alone: to train here set "
+                f"attention['mass_weight'] to 0 in the configuration, got {mass_weight:g}"
+            )
         outputs = self.decoder(
             input_ids=input_ids,
             attention_mask=attention_mask,
