@@ -47,7 +47,7 @@ def test_the_mesh_is_chosen_by_memory():
 def test_every_variant_has_a_plan(variant):
     plan = as_json("--preset", "small", "--variant", variant)
     (density,) = [x for x in plan["lines"] if x["name"] == "support density"]
-    if variant == "mosar-plus":
+    if variant in ("mosar-hard", "mosar-plus"):
         assert density["basis"] == "modelled" and density["value"] == 100
     elif variant.startswith("mosar"):
         assert density["basis"] == "measured" and 0 < density["value"] < 50

@@ -1,6 +1,7 @@
 """Training with hard routing: what is trained is what is executed, and it resumes bit for bit."""
 
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from mosar.core.losses import expected_density, expected_discarded_mass, normali
 from mosar.core.reference_attention import attend_routed
 from mosar.core.regimes import support_reach
 from mosar.evaluation.loaded_run import LoadedRun
-from mosar.geometries import VARIANTS, AttentionConfig, HeadShape, MoSAR
+from mosar.geometries import AttentionConfig, HeadShape, MoSAR
 from mosar.model.decoder import Decoder
 from mosar.training.config import RunConfig, resolve_config
 from mosar.training.loop import train
@@ -26,7 +27,7 @@ HARD = (
     "attention.cost_of=pairs",
     "attention.cost_weight=0.1",
     'attention.start_regimes=["S"]',
-    "train.position_offset=100",
+    "attention.position_range=3",
     "train.steps=8",
     "train.eval_every=4",
     "train.checkpoint_every=4",
@@ -167,31 +168,35 @@ def test_heads_that_route_alone_have_copies_of_their_keys():
     assert [int(x) for x in routed.labels[0][0, :, 0]] == [0, 1, 0, 1]
 
 
-def test_windows_begin_at_a_position_that_follows_from_seed_and_step():
-    objective = Objective(hard_config())
-    firsts = [objective.first_position(step) for step in range(1, 200)]
-    assert firsts == [Objective(hard_config()).first_position(step) for step in range(1, 200)]
-    assert min(firsts) < 10 and 90 < max(firsts) <= 100
-    assert firsts[:9] != [
-        Objective(hard_config("train.seed=1")).first_position(s) for s in range(1, 10)
-    ]
-
-
 @pytest.mark.parametrize("segments", [False, True])
-def test_an_offset_moves_what_routers_read_and_no_distance(segments):
-    decoder = Decoder(hard_config().model, VARIANTS["mosar"]).double()
-    decoder.init_weights(0)
-    plain = Decoder(hard_config().model, VARIANTS["rope"]).double()
-    plain.init_weights(0)
+def test_windows_begin_at_a_position_that_follows_from_the_step(segments):
+    """It moves what routers read, while they train, and no distance."""
+    config = hard_config("attention.hard_from=none")
+    decoder, still = (
+        Decoder(config.model, replace(config.attention, position_range=r)).double()
+        for r in (3.0, 1.0)
+    )
+    for model in (decoder, still):
+        model.init_weights(0)
+    firsts = []
+    for step in range(1, 100):
+        decoder.begin_step(step, 100)
+        (first,) = {geometry.first_position for geometry in decoder.geometries}
+        firsts.append(first)
+    assert 0 <= min(firsts) < 10 and 118 < max(firsts) <= 128 and len(set(firsts)) > 40
     tokens = torch.randint(0, 20, (2, 48), generator=torch.Generator().manual_seed(0))
     ids = (torch.arange(48) // 20).expand(2, -1) if segments else None
-    first, moved = (plain(tokens, segment_ids=ids, position_offset=n).hidden for n in (0, 300))
-    torch.testing.assert_close(first, moved, rtol=0, atol=1e-9)
-    first, moved = (
-        decoder(tokens, segment_ids=ids, position_offset=n).routings[0].query.logits
-        for n in (0, 300)
+    moved, other = (m(tokens, segment_ids=ids).routings[0].query.logits for m in (decoder, still))
+    assert not torch.allclose(moved, other, atol=1e-9)
+    with torch.no_grad():
+        assert torch.equal(*(m(tokens, segment_ids=ids).hidden for m in (decoder, still)))
+    # Without routers that read them, rotated q and k have the same products wherever they begin.
+    rope = AttentionConfig().build(config.model.head_shape)
+    q, k, v = torch.randn(3, 2, 48, 4, 16, dtype=torch.float64)
+    first, later = (
+        rope(q, k, v, scale=0.2, segment_ids=ids, position_offset=n)[0] for n in (0, 300)
     )
-    assert not torch.allclose(first, moved, atol=1e-9)
+    torch.testing.assert_close(first, later, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -217,9 +222,8 @@ def test_settings_of_older_runs_mean_what_they_meant():
     for section, added in {
         "attention": (
             *("cost_of", "hard_from", "router_sample", "start_regimes", "start_logit"),
-            *("ladder", "per_head", "mass_weight"),
+            *("ladder", "per_head", "mass_weight", "position_range"),
         ),
-        "train": ("position_offset",),
     }.items():
         for name in added:
             del values[section][name]

@@ -4,6 +4,8 @@ A geometry is one small class with two hooks and its facts (geometry.py), entere
 name; a variant is a named setting of it in `VARIANTS`. docs/geometries.md shows how to add one.
 """
 
+from typing import Any
+
 from mosar.geometries.alibi import Alibi
 from mosar.geometries.config import EACH, GEOMETRIES, AttentionConfig
 from mosar.geometries.geometry import (
@@ -71,12 +73,16 @@ _PAPER = {
 }
 PAPER_VARIANTS = tuple(_PAPER)
 """The matched set of the paper, which `mosar reproduce` runs unless told otherwise."""
+# Trained on what is executed, with a price on its pairs, at positions up to four times N.
+_HARD: dict[str, Any] = {
+    **{"hard_from": 0.0, "router_sample": 0.25, "cost_of": "pairs", "cost_weight": 0.2},
+    "position_range": 4.0,
+}
 VARIANTS: dict[str, AttentionConfig] = {
     **_PAPER,
+    "mosar-hard": AttentionConfig(geometry="mosar", start_regimes=("S",), **_HARD),
     "mosar-plus": AttentionConfig(
-        geometry="mosar",
-        **{"ladder": True, "per_head": True, "start_regimes": EACH},
-        **{"hard_from": 0.0, "router_sample": 0.25, "cost_of": "pairs", "cost_weight": 0.2},
+        geometry="mosar", ladder=True, per_head=True, start_regimes=EACH, **_HARD
     ),
     "nope": AttentionConfig(geometry="nope"),
     "xpos": AttentionConfig(geometry="xpos"),

@@ -51,6 +51,8 @@ class AttentionConfig(RegimeSettings):
     []: routing starts uniform."""
     start_logit: float = 1.0
     """How far the logit of that regime is above the others at first."""
+    position_range: float = 1.0
+    """Training windows begin at random positions: routers meet positions up to this times N."""
     ladder: bool = False
     """Where no regimes are given: reaches 4, 16, 64, ... and N instead of the paper's three."""
     per_head: bool = False
@@ -72,6 +74,7 @@ class AttentionConfig(RegimeSettings):
             check_number(self, "hard_from", least=0.0, most=1.0)
         check_number(self, "router_sample", above=0.0, most=1.0)
         check_number(self, "start_logit", least=0.0)
+        check_number(self, "position_range", least=1.0)
         check_counts(self, {"cost_warmup": 0})
         object.__setattr__(self, "start_regimes", tuple(self.start_regimes))
         regimes = self.mosar_config(MoSARConfig().max_length)

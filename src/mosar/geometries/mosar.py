@@ -36,7 +36,7 @@ class MoSAR(Rope):
         *("regimes", "router_hidden", "temperature", "barrier", "exponent", "epsilon"),
         *("composition", "routing_groups", "num_sinks", "cost_weight", "cost_warmup", "cost_of"),
         *("mass_weight", "hard_from", "router_sample", "start_regimes", "start_logit"),
-        *("ladder", "per_head"),
+        *("ladder", "per_head", "position_range"),
     }
     step: int | None = None
     """The training step, where one is being taken."""
@@ -64,7 +64,18 @@ class MoSAR(Rope):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Attended:
         if self.key_copies > 1:
             k, v = (x.repeat_interleave(self.key_copies, dim=2) for x in (k, v))
+        if self.training and torch.is_grad_enabled():
+            options["position_offset"] = self.first_position
         return super().forward(q, k, v, **options)
+
+    @property
+    def first_position(self) -> int:
+        """Where the windows of this training step begin: the same in all layers and processes."""
+        spare = round((self.attention.position_range - 1) * self.shape.max_length)
+        if self.step is None or not spare:
+            return 0
+        generator = torch.Generator().manual_seed(self.step)
+        return int(torch.randint(spare + 1, (), generator=generator))
 
     @property
     def start_regimes(self) -> tuple[str, ...]:

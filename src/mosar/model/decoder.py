@@ -32,7 +32,7 @@ from mosar.model.config import ModelConfig
 from mosar.model.norm import RMSNorm
 
 # How the tokens of a call stand, as arguments of a geometry.
-Placement = dict[str, Tensor | int | None]
+Placement = dict[str, Tensor | None]
 
 
 class DecoderOutput(NamedTuple):
@@ -69,7 +69,6 @@ class Decoder(nn.Module):
         routing: Routing = "soft",
         checkpoint_activations: bool = False,
         cache: RegimeCache | DenseCache | None = None,
-        position_offset: int = 0,
     ) -> DecoderOutput:
         """tokens [B, T] of any length.
 
@@ -79,7 +78,6 @@ class Decoder(nn.Module):
         of no concern to geometries without regimes. checkpoint_activations: keep only the layers'
         inputs and compute the rest again in the backward pass. cache: as `new_cache` makes it; the
         tokens follow those it has been given, and it takes them up; no gradient passes through it.
-        position_offset: the position of the first token of a row or segment.
         """
         if tokens.dim() != 2 or tokens.dtype not in (torch.int64, torch.int32):
             raise ValueError(
@@ -93,8 +91,6 @@ class Decoder(nn.Module):
             raise ValueError(f"routing must be one of {ROUTINGS}, got {routing!r}")
         x = self.embedding(tokens) * self.model_config.hidden_size**0.5
         placement = _placement(tokens, segment_ids, valid, cache)
-        if position_offset:
-            placement["position_offset"] = position_offset
         recompute = checkpoint_activations and torch.is_grad_enabled() and cache is None
         told = []
         for index, layer in enumerate(self.layers):

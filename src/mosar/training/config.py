@@ -57,8 +57,6 @@ class TrainConfig:
     """The largest norm of the gradient; None: not clipped."""
     seed: int = 0
     """Of the initial parameters."""
-    position_offset: int = 0
-    """The windows of a step begin at a random position up to this, drawn from seed and step."""
     precision: Precision = "fp32"
     """"bf16": matrix products in bfloat16; parameters and optimizer stay in float32. "auto" becomes
     "bf16" on a GPU that has it, "fp32" elsewhere."""
@@ -130,7 +128,7 @@ _COUNTS = {
     **dict.fromkeys(("steps", "decay_steps", "micro_batch", "accumulation"), 1),
     **dict.fromkeys(("eval_every", "eval_batches"), 1),
     **dict.fromkeys(("checkpoint_every", "keep_last", "log_every"), 1),
-    **dict.fromkeys(("warmup_steps", "seed", "position_offset", "loss_chunk", "keep_every"), 0),
+    **dict.fromkeys(("warmup_steps", "seed", "loss_chunk", "keep_every"), 0),
 }
 
 
@@ -219,12 +217,11 @@ _ADDED: dict[str, dict[str, Any]] = {
         name: getattr(AttentionConfig(), name)
         for name in (
             *("cost_of", "hard_from", "router_sample", "start_regimes", "start_logit"),
-            *("ladder", "per_head", "mass_weight"),
+            *("ladder", "per_head", "mass_weight", "position_range"),
         )
     }
     | {"own": {}},
     "data": {"task": "text"},
-    "train": {"position_offset": 0},
     "distributed": asdict(DistributedConfig()),
 }
 # Keys that change what is recorded and kept, never the parameters (data is known by its contents).

@@ -50,18 +50,12 @@ class Objective:
         self.softcap = config.model.final_softcap
         self.loss_chunk = config.train.loss_chunk
         self.checkpoint_activations = config.train.checkpoint_activations
-        self.position_offset, self.seed = config.train.position_offset, config.train.seed
         self.merge_basis: Callable[[Tensor], Tensor] | None = None
         """The mean of price bases over processes that have heads of their own, if any."""
 
     def cost_weight(self, step: int) -> float:
         """lambda in update number `step` >= 1; it is whole from step `cost_warmup` on."""
         return warmed_up(self.cost_weight_end, self.cost_warmup, step)
-
-    def first_position(self, step: int) -> int:
-        """Where the windows of update `step` begin: the same for all of them, on every process."""
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
-        return int(torch.randint(self.position_offset + 1, (), generator=generator))
 
     def __call__(
         self,
@@ -78,12 +72,7 @@ class Objective:
         """
         decoder.begin_step(step, self.steps)
         checkpoint = self.checkpoint_activations and torch.is_grad_enabled()
-        output = decoder(
-            tokens[:, :-1],
-            segment_ids=segment_ids,
-            checkpoint_activations=checkpoint,
-            position_offset=self.first_position(step) if torch.is_grad_enabled() else 0,
-        )
+        output = decoder(tokens[:, :-1], segment_ids=segment_ids, checkpoint_activations=checkpoint)
         hidden, targets = output.hidden.flatten(0, 1), tokens[:, 1:].flatten()
         if scored is not None:
             chosen = scored.flatten().nonzero()[:, 0]

@@ -265,7 +265,7 @@ def test_the_routing_cost_enters_the_training_loss():
 def test_the_discarded_mass_is_refused_in_training():
     model, tokens = small_model(AttentionConfig(geometry="mosar", mass_weight=0.5)), some_tokens()
     assert model.eval()(tokens, labels=tokens).loss > 0
-    with pytest.raises(ValueError, match="mass_weight'\\] to 0 in the configuration, got 0.5"):
+    with pytest.raises(ValueError, match=r"mass_weight'\] to 0 in the configuration, got 0.5"):
         model.train()(tokens, labels=tokens)
 
 

@@ -42,7 +42,7 @@ MORE = {
     "a task": ("mosar", "ddp", ("data.task=recall", SHORT)),
     "hard, tp": ("mosar-cost", "tp", HARD),
     "hard, one key head": ("mosar-cost", "tp", (MQA, *HARD)),
-    "hard, per head": ("mosar-plus", "tp", ("train.position_offset=50", SHORT)),
+    "hard, per head": ("mosar-plus", "tp", (SHORT,)),
     "hard, ddp": ("mosar-cost", "ddp", HARD),
     "bfloat16, tp": ("mosar-cost", "tp", ("train.precision=bf16", MQA, SHORT)),
     "bfloat16, fsdp": ("mosar-cost", "fsdp", ("train.precision=bf16", MQA, SHORT)),
