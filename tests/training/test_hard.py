@@ -23,7 +23,7 @@ from mosar.training.run_folder import read_metrics
 
 HARD = (
     "attention.hard_from=0.5",
-    "attention.router_sample=0.5",
+    "attention.router_queries=32",
     "attention.cost_of=pairs",
     "attention.cost_weight=0.1",
     'attention.start_regimes=["S"]',
@@ -203,7 +203,7 @@ def test_windows_begin_at_a_position_that_follows_from_the_step(segments):
     ("setting", "value", "what"),
     [
         ("hard_from", 1.5, "hard_from"),
-        ("router_sample", 0.0, "router_sample"),
+        ("router_queries", 0, "router_queries"),
         ("cost_of", "tokens", "cost_of"),
         ("start_regimes", ("X",), "regime"),
         ("per_head", {"per_head": True, "routing_groups": 2}, "routing_groups must stay 1"),
@@ -221,7 +221,7 @@ def test_settings_of_older_runs_mean_what_they_meant():
     values = config.to_dict()
     for section, added in {
         "attention": (
-            *("cost_of", "hard_from", "router_sample", "start_regimes", "start_logit"),
+            *("cost_of", "hard_from", "router_queries", "start_regimes", "start_logit"),
             *("ladder", "per_head", "mass_weight", "position_range"),
         ),
     }.items():

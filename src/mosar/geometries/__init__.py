@@ -75,7 +75,7 @@ PAPER_VARIANTS = tuple(_PAPER)
 """The matched set of the paper, which `mosar reproduce` runs unless told otherwise."""
 # Trained on what is executed, with a price on its pairs, at positions up to four times N.
 _HARD: dict[str, Any] = {
-    **{"hard_from": 0.0, "router_sample": 0.25, "cost_of": "pairs", "cost_weight": 0.2},
+    **{"hard_from": 0.0, "router_queries": 128, "cost_of": "pairs", "cost_weight": 0.2},
     "position_range": 4.0,
 }
 VARIANTS: dict[str, AttentionConfig] = {

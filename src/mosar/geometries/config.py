@@ -44,8 +44,8 @@ class AttentionConfig(RegimeSettings):
     """mu: weight of the discarded mass in the loss of soft routing; it warms up like lambda."""
     hard_from: float | None = None
     """The share of the steps after which routing is hard; None: it stays soft, as in the paper."""
-    router_sample: float = 1.0
-    """The share of the queries that hard routing takes the routers' gradient from."""
+    router_queries: int | None = None
+    """Hard routing takes the routers' gradient from this many queries of a window; None: all."""
     start_regimes: tuple[str, ...] = ()
     """The regime that each routing group starts in, in turn; ["each"]: all but the global one;
     []: routing starts uniform."""
@@ -72,7 +72,8 @@ class AttentionConfig(RegimeSettings):
             raise ValueError(f"cost_of must be reach or pairs, got {self.cost_of!r}")
         if self.hard_from is not None:
             check_number(self, "hard_from", least=0.0, most=1.0)
-        check_number(self, "router_sample", above=0.0, most=1.0)
+        if self.router_queries is not None:
+            check_counts(self, {"router_queries": 1})
         check_number(self, "start_logit", least=0.0)
         check_number(self, "position_range", least=1.0)
         check_counts(self, {"cost_warmup": 0})

@@ -35,7 +35,7 @@ class MoSAR(Rope):
     settings = Rope.settings | {
         *("regimes", "router_hidden", "temperature", "barrier", "exponent", "epsilon"),
         *("composition", "routing_groups", "num_sinks", "cost_weight", "cost_warmup", "cost_of"),
-        *("mass_weight", "hard_from", "router_sample", "start_regimes", "start_logit"),
+        *("mass_weight", "hard_from", "router_queries", "start_regimes", "start_logit"),
         *("ladder", "per_head", "position_range"),
     }
     step: int | None = None
@@ -191,12 +191,12 @@ class MoSAR(Rope):
 
     def _sampled_queries(self, num_queries: int, device: torch.device) -> Tensor | None:
         """The queries that this step learns routing from, the same wherever it is computed."""
-        share = self.attention.router_sample
-        if share == 1 or self.step is None:
+        number = self.attention.router_queries
+        if number is None or number >= num_queries or self.step is None:
             return None
         generator = torch.Generator().manual_seed(self.step * 1_000_003 + self.shape.layer)
         order = torch.randperm(num_queries, generator=generator)
-        return order[: max(1, round(share * num_queries))].sort().values.to(device)
+        return order[:number].sort().values.to(device)
 
     def attend_routed(
         self, q: Tensor, k: Tensor, v: Tensor, bias: LabelBias | MixtureBias, **options: Any

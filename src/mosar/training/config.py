@@ -216,7 +216,7 @@ _ADDED: dict[str, dict[str, Any]] = {
     "attention": {
         name: getattr(AttentionConfig(), name)
         for name in (
-            *("cost_of", "hard_from", "router_sample", "start_regimes", "start_logit"),
+            *("cost_of", "hard_from", "router_queries", "start_regimes", "start_logit"),
             *("ladder", "per_head", "mass_weight", "position_range"),
         )
     }

@@ -30,7 +30,7 @@ MQA = "model.num_kv_heads=1"
 SHORT = "train.steps=4"
 # Routers that start apart: choices that nearly tie may fall otherwise by the order of sums.
 HARD = (
-    *("attention.hard_from=0.3", "attention.router_sample=0.5", "attention.cost_of=pairs"),
+    *("attention.hard_from=0.3", "attention.router_queries=32", "attention.cost_of=pairs"),
     *('attention.start_regimes=["M","S"]', SHORT),
 )
 # Key heads, groups and other variants on a tensor mesh are in GRADIENTS, in float64.
