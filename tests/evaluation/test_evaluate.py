@@ -85,6 +85,22 @@ def test_a_run_trained_on_is_computed_again(run, counted, trained):
     assert counted == [64, 128] and record.cell.seed == 1
 
 
+def test_modes_have_records_of_their_own(run):
+    folder = run("rope")
+    trained = evaluate(folder, **QUICK)
+    records = evaluate(folder, **QUICK, modes=["yarn", "pi"])
+    found = {(record.length, record.routing): record.loss for record in records}
+    assert list(found) == [(length, mode) for length in (64, 128) for mode in ("pi", "yarn")]
+    # At the training length nothing is rescaled; beyond it everything is.
+    assert found[64, "pi"] == found[64, "yarn"] == trained[0].loss
+    assert len({found[128, "pi"], found[128, "yarn"], trained[1].loss}) == 3
+    assert evaluate(folder, **QUICK)[1].loss == trained[1].loss
+    both = evaluate(folder, **QUICK, routings=["native"], modes=["pi"])
+    assert [record.routing for record in both] == ["native", "pi"] * 2
+    with pytest.raises(ValueError, match="mode must be one of pi, ntk, yarn; got 'acp'"):
+        evaluate(folder, **QUICK, modes=["acp"])
+
+
 @pytest.mark.parametrize("content", ["", "[]", '{"schema": 99}', "altered"])
 def test_a_damaged_or_altered_record_is_made_again_and_said(run, counted, content, capfd):
     folder = run("rope")

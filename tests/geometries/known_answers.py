@@ -47,16 +47,42 @@ def record() -> dict:
     bucket = T5Attention._relative_position_bucket
     forgotten = naive_forgetting_attn(q, k, v, torch.nn.functional.logsigmoid(gates().float()))
     return {
+        **rescaled_frequencies(),
         "xpos_scores": torch.einsum("bhtd,bhsd->bhts", *turned).tolist(),
         "t5_buckets": bucket(-torch.arange(300), False, 32, 128).tolist(),
         "fox": forgotten.tolist(),
     }
 
 
+def rescaled_frequencies() -> dict:
+    """Of D = 64 trained at 512, for 2,048 tokens; the factor of q and k is the last number."""
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    found = {}
+    for name, kind, factor in (
+        ("pi", "linear", 4.0),
+        ("ntk", "dynamic", 1.0),
+        ("yarn", "yarn", 4.0),
+    ):
+        rope = {"rope_type": kind, "factor": factor, "rope_theta": 10000.0}
+        if kind == "yarn":
+            rope["original_max_position_embeddings"] = 512
+        config = LlamaConfig(
+            hidden_size=256,
+            num_attention_heads=4,
+            max_position_embeddings=512,
+            rope_parameters=rope,
+        )
+        frequencies, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), seq_len=2048)
+        found[name] = [*frequencies.tolist(), scale]
+    return found
+
+
 def rounded(value):
     if isinstance(value, list):
         return [rounded(part) for part in value]
-    return round(value, 7)
+    return float(f"{value:.7g}")
 
 
 if __name__ == "__main__":

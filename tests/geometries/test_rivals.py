@@ -9,6 +9,7 @@ from geometries import known_answers
 from geometries.known_answers import DIM, HEADS
 from mosar.attention import distance_attention
 from mosar.core.layout import resolve_layout
+from mosar.core.positional import RESCALINGS, rescaled_frequencies
 from mosar.core.reference_attention import dense_attention
 from mosar.geometries import VARIANTS, AttentionConfig, HeadShape
 from mosar.geometries.learned_distance import t5_bucket
@@ -72,6 +73,37 @@ def test_hope_high_is_p_rope_by_wavelength(length, dim, rotated):
     same = AttentionConfig(geometry="p-rope", rope_fraction=rotated / (dim // 2)).build(shape)
     at = torch.arange(5)[None]
     assert torch.equal(geometry.transform(q, q, at, at)[0], same.transform(q, q, at, at)[0])
+
+
+@pytest.mark.parametrize("mode", RESCALINGS)
+def test_rescaled_rotations_are_those_of_transformers(mode):
+    frequencies, factor = rescaled_frequencies(mode, 64, 10000.0, 512, 4.0)
+    found = torch.tensor([*frequencies.tolist(), factor])
+    torch.testing.assert_close(found, torch.tensor(ANSWERS[mode]), rtol=2e-6, atol=0)
+
+
+@pytest.mark.parametrize("mode", RESCALINGS)
+def test_a_mode_of_rope_lasts_until_it_is_left(mode):
+    geometry, at = VARIANTS["rope"].build(SHAPE), torch.arange(known_answers.LENGTH)[None]
+    q, k, _ = known_answers.heads()
+    plain = geometry.transform(q, k, at, at)
+    geometry.enter_mode(mode, SHAPE.max_length)  # no longer than in training
+    assert torch.equal(geometry.transform(q, k, at, at)[0], plain[0])
+    geometry.enter_mode(mode, 4 * SHAPE.max_length)
+    turned = geometry.transform(q, k, at, at)
+    assert not torch.allclose(turned[0], plain[0])
+    frequencies, factor = rescaled_frequencies(mode, DIM, 10000.0, SHAPE.max_length, 4.0)
+    half = torch.complex(*q.chunk(2, dim=-1))
+    angles = at[..., None, None] * frequencies
+    expected = factor * half * torch.polar(torch.ones_like(angles), angles)
+    torch.testing.assert_close(turned[0], torch.cat([expected.real, expected.imag], dim=-1))
+    geometry.enter_mode(None)
+    assert torch.equal(geometry.transform(q, k, at, at)[1], plain[1])
+
+
+def test_only_plain_rotations_have_modes():
+    assert VARIANTS["p-rope"].build(SHAPE).modes == RESCALINGS
+    assert not any(VARIANTS[name].build(SHAPE).modes for name in ("nope", "xpos", "mosar"))
 
 
 def test_t5_has_the_buckets_of_transformers():

@@ -3,10 +3,11 @@
 import math
 import re
 import statistics
+from dataclasses import replace
 
 import pytest
 
-from mosar.records import Cell
+from mosar.records import Cell, append_record
 from mosar.report.comparison import Comparison, Estimate
 from mosar.report.experiment import load_experiment
 from mosar.report.formats import count, duration, number, percent, perplexity, setting, share
@@ -17,14 +18,15 @@ from mosar.report.tables import (
     Table,
     TableCell,
     main_table,
+    mode_table,
     pair_table,
     routing_table,
     sparse_table,
     spread,
 )
 from mosar.report.terminal import main_table_text
+from report.synthetic import make_evaluation, write_experiment
 from report.synthetic import perplexity as made_perplexity
-from report.synthetic import write_experiment
 
 
 def column(table, group, label):
@@ -55,6 +57,24 @@ def test_main_table_has_the_best_first_and_marked(comparison):
     paper = column(table, "perplexity, 2×", "paper, 4k")
     (best,) = [key for key, row in zip(table.keys, table.rows, strict=True) if row[paper].best]
     assert best == "mosar"
+
+
+def table_names(comparison):
+    return [table.name for table in all_tables(make_sections(comparison))]
+
+
+def test_modes_have_rows_of_their_own(tmp_path):
+    write_experiment(tmp_path, variants=("rope", "mosar"), seeds=(0,))
+    before = Comparison(load_experiment(tmp_path))
+    assert mode_table(before).rows == () and "modes" not in table_names(before)
+    record = make_evaluation(Cell(variant="rope", preset="small", seed=0), 4, "yarn")
+    append_record(tmp_path / "records" / "modes.jsonl", replace(record, loss=record.loss + 0.1))
+    after = Comparison(load_experiment(tmp_path))
+    assert main_table(after) == main_table(before)
+    (row,) = mode_table(after).rows
+    assert row[0].text == "RoPE · yarn"
+    assert row[column(mode_table(after), "4×", "vs as trained")].text == "+10.5 %"
+    assert "modes" in table_names(after)
 
 
 def test_a_figure_of_fewer_seeds_says_so(tmp_path, comparison):

@@ -42,6 +42,13 @@ def evaluate(
             help="Some of soft, top1, sparse; native for variants without routers. By default all."
         ),
     ] = None,
+    mode: Annotated[
+        str | None,
+        Option(
+            help="Ways to execute a model that it was not trained with; rope and p-rope have pi, "
+            "ntk and yarn."
+        ),
+    ] = None,
     step: Step = None,
     data: MovedData = None,
     tokens: PredictedTokens = None,
@@ -91,6 +98,8 @@ def evaluate(
 
     Example: mosar evaluate runs/mosar --against runs/rope
 
+    Example: mosar evaluate runs/rope --mode pi,ntk,yarn
+
     Example: mosar evaluate runs/smollm2 --lengths 2048,8192 --baseline-windows 128,512,1088
     """
     from mosar.integrations.retrofit.entry import is_retrofitted
@@ -101,6 +110,7 @@ def evaluate(
     asked: dict[str, Any] = {
         "lengths": listed(lengths),
         "routings": None if routing is None else listed(routing),
+        "modes": () if mode is None else listed(mode),
         "data": data,
         "tokens": tokens,
         "force": force,
@@ -110,7 +120,8 @@ def evaluate(
     of_retrofits = {"--documents": documents, "--baseline-windows": baseline_windows}
     of_retrofits["--timing"] = timing
     if is_retrofitted(run):
-        _refuse(of_runs, "is for runs of mosar train, and this was retrofitted")
+        _refuse(of_runs | {"--mode": mode}, "is for runs of mosar train, and this was retrofitted")
+        del asked["modes"]
         records = _evaluate_retrofit(run, documents, baseline_windows, timing, asked)
     else:
         _refuse(of_retrofits, "is for retrofitted models")

@@ -69,6 +69,40 @@ def _rotation_table(
         return _cos_sin(torch.arange(length), head_dim, theta, fraction, dtype)
 
 
+RESCALINGS = ("pi", "ntk", "yarn")
+"""Rotations of a longer text by frequencies of a shorter one; see `rescaled_frequencies`."""
+
+
+def rescaled_frequencies(
+    name: str, head_dim: int, theta: float, length: int, stretch: float
+) -> tuple[Tensor, float]:
+    """Frequencies [D/2] float64 for a text `stretch` times as long as `length`, and a factor.
+
+    pi    all frequencies divided by the stretch s (position interpolation, Chen et al. 2023)
+    ntk   theta times s^(D / (D - 2)): fast frequencies stay, the slowest is divided by s
+    yarn  a frequency that turns 32 times in `length` stays, one that turns once is divided by s,
+          those between are blended; q and k are times 1 + ln(s) / 10 (Peng et al. 2023)
+    """
+    pairs = torch.arange(head_dim // 2, dtype=torch.float64)
+    if name == "ntk":
+        theta = theta * stretch ** (head_dim / (head_dim - 2))
+    frequencies = theta ** (-2 * pairs / head_dim)
+    if name == "pi":
+        return frequencies / stretch, 1.0
+    if name != "yarn":
+        return frequencies, 1.0
+
+    def turning(times: float) -> float:
+        """The pair that turns so many times within the length."""
+        return head_dim * math.log(length / (2 * math.pi * times)) / (2 * math.log(theta))
+
+    first = max(math.floor(turning(32)), 0)
+    last = min(math.ceil(turning(1)), head_dim - 1)
+    slow = ((pairs - first) / max(last - first, 1e-3)).clamp(0, 1)
+    blended = frequencies / stretch * slow + frequencies * (1 - slow)
+    return blended, 1 + 0.1 * math.log(stretch)
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [B, T, H, D] rotated, in its own dtype; the arithmetic is that of cos and sin."""
     if is_traced():

@@ -42,5 +42,15 @@ def check_routings(
     return tuple(routing for routing in known if routing in asked)
 
 
+def check_modes(modes: Iterable[str], geometry: Geometry, variant: str) -> tuple[str, ...]:
+    """The modes asked for, each once, in the geometry's order."""
+    asked, known = tuple(modes), geometry.modes
+    unknown = [mode for mode in asked if mode not in known]
+    if unknown:
+        there = f"one of {', '.join(known)}" if known else f"none: {variant} has no other modes"
+        raise ValueError(f"mode must be {there}; got {unknown[0]!r}")
+    return tuple(mode for mode in known if mode in asked)
+
+
 def _none(what: str) -> tuple[int, ...]:
     raise ValueError(f"{what} must name at least one")

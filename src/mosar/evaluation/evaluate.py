@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mosar.errors import ModelError
-from mosar.evaluation.choices import check_routings, parse_lengths
+from mosar.evaluation.choices import check_modes, check_routings, parse_lengths
 from mosar.evaluation.loaded_run import LoadedRun
 from mosar.evaluation.perplexity import evaluate_length
 from mosar.evaluation.progress import length_progress, say
@@ -31,6 +31,7 @@ def evaluate(
     *,
     lengths: Sequence[str | int] = LENGTHS,
     routings: Sequence[str] | None = None,
+    modes: Sequence[str] = (),
     step: int | None = None,
     data: Path | str | None = None,
     tokens: int | None = None,
@@ -41,9 +42,10 @@ def evaluate(
     """The records of a run, by length, then routing; each is also written to RUN/evaluations.
 
     lengths: "2x" of the training length, or tokens. routings: some of "soft", "top1", "sparse", or
-    "native" for variants without routers; by default all there are. step: a checkpoint, by default
-    the newest. data: where the data of the run lies now. tokens: how many are predicted at each
-    length, less where the split is shorter. force: compute what is there again. cell: what the
+    "native" for variants without routers; by default all there are. modes: ways to execute it that
+    it was not trained with; they come in place of the default routings. step: a checkpoint, by
+    default the newest. data: where the data of the run lies now. tokens: how many are predicted at
+    each length, less where the split is shorter. force: compute what is there again. cell: what the
     records say they belong to. A ModelError or DataError says what is wrong with the run or
     its data, a ValueError what is wrong with the arguments.
     """
@@ -51,7 +53,9 @@ def evaluate(
     loaded = LoadedRun.open(run, step)
     sizes = parse_lengths(lengths, loaded.train_length)
     cell = loaded.cell if cell is None else cell
-    chosen = check_routings(routings, loaded.geometry, cell.variant)
+    chosen = check_modes(modes, loaded.geometry, cell.variant)
+    if routings is not None or not chosen:
+        chosen = check_routings(routings, loaded.geometry, cell.variant) + chosen
     inputs: dict[str, Any] = {"checkpoint": loaded.checksum, "data": loaded.data_fingerprint}
     if loaded.config.data.task == "text":
         folder = None if data is None else Path(data)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from mosar.attention import Routing
 from mosar.data.manifest import MANIFEST, Manifest
 from mosar.data.tokenizer import Tokenizer, load_tokenizer
 from mosar.errors import DamagedFile, ModelError
-from mosar.geometries import Geometry
+from mosar.geometries import Geometry, operator_routing
 from mosar.model.decoder import Decoder
 from mosar.records import Cell
 from mosar.training.batches import data_fingerprint
@@ -98,6 +101,18 @@ class LoadedRun:
     def geometry(self) -> Geometry:
         """That of the first layer; the facts of all layers are the same."""
         return self.decoder.geometries[0]
+
+    @contextmanager
+    def executing(self, routing: str, length: int) -> Iterator[Routing]:
+        """Executes texts of this length as records name it; gives the routing of the operators."""
+        mode = routing if routing in self.geometry.modes else None
+        for geometry in self.decoder.geometries:
+            geometry.enter_mode(mode, length)
+        try:
+            yield operator_routing(routing)
+        finally:
+            for geometry in self.decoder.geometries:
+                geometry.enter_mode(None)
 
     @property
     def device(self) -> torch.device:

@@ -23,7 +23,7 @@ from mosar.evaluation.loaded_run import LoadedRun
 from mosar.evaluation.losses import LossTally, token_losses
 from mosar.evaluation.routing import NO_ROUTING, RoutingTally
 from mosar.evaluation.validation_text import ValidationText
-from mosar.geometries import LayerRouting, MoSAR, operator_routing
+from mosar.geometries import LayerRouting, MoSAR
 from mosar.records import EvaluationRecord
 
 HARD = ("top1", "sparse")
@@ -112,7 +112,8 @@ def _tally(loaded: LoadedRun, length: int) -> _Tally:
 def _losses(
     loaded: LoadedRun, tokens: Tensor, segments: Tensor | None, routing: str
 ) -> tuple[Tensor, list[LayerRouting]]:
-    output = loaded.decoder(tokens[:, :-1], segment_ids=segments, routing=operator_routing(routing))
+    with loaded.executing(routing, tokens.shape[1] - 1) as operator:
+        output = loaded.decoder(tokens[:, :-1], segment_ids=segments, routing=operator)
     losses_BT = token_losses(loaded.decoder, output.hidden, tokens[:, 1:])
     if losses_BT.device.type != "cpu":
         torch.accelerator.synchronize()

@@ -19,7 +19,6 @@ from torch import Tensor
 from mosar.data.tasks import TASKS, Task, TaskWindows, make_windows
 from mosar.evaluation.loaded_run import LoadedRun
 from mosar.evaluation.validation_text import PASS_TOKENS, default_tokens
-from mosar.geometries import operator_routing
 from mosar.records import Record, RetrievalRecord
 
 
@@ -105,7 +104,8 @@ def evaluate_retrieval(
 def answer(loaded: LoadedRun, windows: TaskWindows, routing: str) -> Tensor:
     """Which answers are right, [B, A] bool."""
     tokens = windows.tokens[:, :-1].to(loaded.device)
-    hidden_BTC = loaded.decoder(tokens, routing=operator_routing(routing)).hidden
+    with loaded.executing(routing, tokens.shape[1]) as operator:
+        hidden_BTC = loaded.decoder(tokens, routing=operator).hidden
     rows = torch.arange(len(windows.tokens))[:, None, None]
     asked_BAKC = hidden_BTC[rows, windows.answers]
     said_BAK = loaded.decoder.logits(asked_BAKC).argmax(dim=-1).cpu()

@@ -32,7 +32,7 @@ UNROUTED = "native"
 
 def operator_routing(routing: str) -> Routing:
     """The routing of the operators that executes a model as a record names it."""
-    return cast(Routing, "soft" if routing == UNROUTED else routing)
+    return cast(Routing, routing if routing in ROUTINGS else "soft")
 
 
 class HeadShape(NamedTuple):
@@ -77,6 +77,8 @@ class Geometry(nn.Module):
     """What its attention depends on; figures may group variants by it."""
     reads_hidden: ClassVar[bool] = False
     """Whether `attend` is given `hidden`, what q, k and v are projections of."""
+    mode: tuple[str, int] | None = None
+    """What `enter_mode` was told."""
     own_heads: slice = slice(None)
     """The query heads of this process, where tensor parallelism divides them."""
 
@@ -188,6 +190,15 @@ class Geometry(nn.Module):
     ) -> Any:
         """Adds k, v [B, K, S, D] of new tokens to the cache, and returns what its `update` does."""
         return cache.update(k, v, key_positions=key_positions, key_valid=key_valid)
+
+    @property
+    def modes(self) -> tuple[str, ...]:
+        """Ways to execute a trained model that it was not trained with; see `enter_mode`."""
+        return ()
+
+    def enter_mode(self, mode: str | None, length: int = 0) -> None:
+        """Executes as one of `modes` texts of this length, until it is told None."""
+        self.mode = None if mode is None else (mode, length)
 
     def begin_step(self, step: int, steps: int) -> None:
         """Told which training step follows, or which one a checkpoint is of; for schedules."""

@@ -21,7 +21,7 @@ class EvaluationRecord(Record):
     """N, the length it was trained at."""
     length: int
     routing: str
-    """"native" (no routers), "soft", "top1" or "sparse"."""
+    """"native" (no routers), "soft", "top1", "sparse", or a mode such as "yarn"."""
     windows: int
     tokens: int
     """Predicted tokens; the same text at every length."""

@@ -165,6 +165,11 @@ class Comparison:
         found = {routing for name, _, routing in self._records if name == variant}
         return sorted(found, key=lambda r: (known.index(r) if r in known else len(known), r))
 
+    def modes(self, variant: str) -> list[str]:
+        """Executions that it was not trained with and that are no routing."""
+        routings = ("native", "soft", "top1", "sparse")
+        return [routing for routing in self.routings(variant) if routing not in routings]
+
     def own_routing(self, variant: str) -> str | None:
         """How it was trained: soft with routers, native without."""
         found = self.routings(variant)

@@ -45,6 +45,7 @@ from mosar.report.tables import (
     Table,
     claims_table,
     main_table,
+    mode_table,
     pair_table,
     retrieval_table,
     routing_table,
@@ -153,6 +154,8 @@ def _results(c: Comparison) -> Iterator[Item]:
         where = listed([f"{key} = {setting(value)}" for key, value in c.point.items()])
         yield Text(f"Of the grid, this compares the cells at {where}.")
     yield from _shown([perplexity_by_length(c), delta_by_length(c)])
+    if any(c.modes(variant) for variant in c.evaluated):
+        yield mode_table(c)
     if BASELINE not in c.evaluated:
         yield Text("RoPE was not evaluated: there are no differences against it.", "missing")
 

@@ -418,6 +418,32 @@ def retrieval_table(c: Comparison) -> Table:
     )
 
 
+def mode_table(c: Comparison) -> Table:
+    """Trained models executed in ways that they were not trained with."""
+    rows, keys = [], []
+    for variant in c.evaluated:
+        for mode in c.modes(variant):
+            row = [_plain(f"{c.looks[variant].label} · {mode}")]
+            for factor in c.factors:
+                setting = Setting(variant, factor, mode)
+                row.append(_cell(c.estimate(setting), perplexity))
+                row.append(_cell(c.relative(setting, Setting(variant, factor)), percent))
+            rows.append(tuple(row))
+            keys.append(variant)
+    columns = [Column("model · mode", numeric=False)]
+    for factor in c.factors:
+        columns += [Column("perplexity", times(factor)), Column("vs as trained", times(factor))]
+    return Table(
+        name="modes",
+        title="Modes of trained models",
+        caption="The same checkpoints executed as they were not trained (mosar evaluate --mode), "
+        "and their perplexity against that of the usual execution.",
+        columns=tuple(columns),
+        rows=tuple(rows),
+        keys=tuple(keys),
+    )
+
+
 def pair_table(config: MoSARConfig) -> Table:
     """The geometry of every pair of regimes."""
     geometry = pair_geometry(config)
