@@ -21,7 +21,7 @@ TESTS = Path(__file__).parent.parent
 # One test of each kind, on every native path: sums over dimensions, keys and queries, masks,
 # gates, half precision, decoding.
 CHOSEN = (
-    "kernels/test_paths.py::test_any_barrier",
+    "kernels/test_paths.py::test_any_barrier[native-soft]",
     "kernels/test_paths.py::test_traits",
     "kernels/test_length.py::test_many_keys",
     "kernels/test_decode.py::test_traits",

@@ -25,8 +25,13 @@ def logits(model, *args, **options):
     return model(*args, use_cache=False, **options).logits
 
 
-@pytest.mark.parametrize("routing", ["soft", "top1", "sparse"])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    ("variant", "routing"),
+    [
+        *((name, "soft") for name in VARIANTS),
+        *(("mosar", "top1"), ("mosar", "sparse"), ("fixed-m", "sparse")),
+    ],
+)
 @torch.no_grad()
 def test_equals_the_decoder(variant, routing):
     model, tokens = small_model(variant, routing=routing), some_tokens()
