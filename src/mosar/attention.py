@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from mosar.core.bias import Bias, DistanceBias, LabelBias, MixtureBias, routed_bias
+from mosar.core.bias import Bias, DistanceBias, LabelBias, MixtureBias, Scores, routed_bias
 from mosar.core.choice_gradient import LearnChoices, choice_gradient
 from mosar.core.config import MoSARConfig, check_config
 from mosar.core.inputs import DTYPES, NotANumber, check_attention_inputs
@@ -123,14 +123,14 @@ def _attend(
     """By the implementation that serves, which is told a scale and groups whatever was given."""
     impl = _choose_implementation(impl, q, k, _gpu_lacks(bias))
     backend = _backend(impl)
-    options = {
-        "scale": 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale),
-        "softcap": None if softcap is None else float(softcap),
-    }
-    output, lse = backend.attend(q, k, v, layout, bias, **options)
+    scores = Scores(
+        1 / math.sqrt(q.shape[-1]) if scale is None else float(scale),
+        None if softcap is None else float(softcap),
+    )
+    output, lse = backend.attend(q, k, v, layout, bias, scores)
     if isinstance(bias, LabelBias) and bias.learned is not None:
         gradient = backend.choice_gradient if impl == "native" else choice_gradient
-        compute = partial(gradient, **options)
+        compute = partial(gradient, scale=scores.scale, softcap=scores.softcap)
         tensors = (x.detach() for x in (lse, q, k, v))
         output = LearnChoices.apply(
             output, *tensors, bias.learned.query, bias.learned.key, layout, bias, compute

@@ -106,7 +106,10 @@ def test_distance_tiles_in_float64_are_the_outsiders(case, kind):
     assert_distance_agrees_with_outsider(case, kind, impl="tiled", atol=1e-10)
 
 
-@some_paths
+# The tiles of torch operators are those of `test_traits`, only more of them.
+@pytest.mark.parametrize(
+    ("impl", "kind"), [path for path in SOME_PATHS if path[0] != "tiled" or path[1] == "sparse"]
+)
 def test_4097_tokens(impl, kind):
     """Some rows of queries, and all that they send back to keys, values and routings."""
     length, eps = 4097, torch.finfo(torch.float32).eps
@@ -114,7 +117,7 @@ def test_4097_tokens(impl, kind):
         batch=1, kv_heads=1, num_queries=length, num_keys=length, head_dim=8, config=LONG
     )
     generator = torch.Generator().manual_seed(0)
-    rows = torch.randperm(length, generator=generator)[:120]
+    rows = torch.randperm(length, generator=generator)[:50]
     rows = torch.cat([rows, torch.tensor([0, 63, 64, length - 1])]).unique()
     few = case.with_(num_queries=len(rows))
     dout, dlse = upstream(few, case.q[:, :, rows], case.q[:, :, rows, 0])

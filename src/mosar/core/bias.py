@@ -4,8 +4,8 @@
     MixtureBias   log(pi_Q^T G(d) pi_K)
     DistanceBias  log_gate[h, d] - slopes[h] d + key[h, j]
 
-Every implementation has one function, `attend(q, k, v, layout, bias, *, scale, softcap)`, and
-returns output and log-sum-exp. Routing groups are always an axis here.
+Every implementation has one function, `attend(q, k, v, layout, bias, scores)`, and returns output
+and log-sum-exp. Routing groups are always an axis here.
 
 Shapes: B batch, Gr routing groups, T queries, S keys, R regimes, H query heads.
 """
@@ -13,12 +13,20 @@ Shapes: B batch, Gr routing groups, T queries, S keys, R regimes, H query heads.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from mosar.core.config import MoSARConfig
+
+
+class Scores(NamedTuple):
+    """How q·k becomes a score s: its factor, and c of c tanh(s/c)."""
+
+    scale: float
+    softcap: float | None
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mosar.core.bias import Bias, DistanceBias, LabelBias, MixtureBias
+from mosar.core.bias import Bias, DistanceBias, LabelBias, MixtureBias, Scores
 from mosar.core.config import MoSARConfig, check_config
 from mosar.core.hard_domain import support_mask
 from mosar.core.inputs import check_attention_inputs, without_autocast
@@ -30,19 +30,12 @@ from mosar.core.worth_field import WorthField
 
 
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: Layout,
-    bias: Bias,
-    *,
-    scale: float,
-    softcap: float | None,
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, bias: Bias, scores: Scores
 ) -> tuple[Tensor, Tensor]:
     """Attention with any bias; returns output and log-sum-exp."""
-    scores: Any = {"scale": scale, "softcap": softcap}
+    options: Any = {"scale": scores.scale, "softcap": scores.softcap}
     if not isinstance(bias, DistanceBias):
-        result = attend_routed(q, k, v, layout, bias, **scores)
+        result = attend_routed(q, k, v, layout, bias, **options)
         return result.output, result.lse
     distances_B1TS = layout.distances()[:, None]
     admissible_BHTS = layout.exists()[:, None]
@@ -64,7 +57,7 @@ def attend(
         bias=bias_BHTS,
         admissible=admissible_BHTS,
         key_valid=layout.key_valid,
-        **scores,
+        **options,
     )
     return output, lse
 

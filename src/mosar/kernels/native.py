@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mosar.core.bias import Bias, DistanceBias, LabelBias
+from mosar.core.bias import Bias, DistanceBias, LabelBias, Scores
 from mosar.core.choice_gradient import choice_gradient as core_choice_gradient
 from mosar.core.config import Gate, MoSARConfig
 from mosar.core.hard_domain import class_reach, key_classes
@@ -73,17 +73,10 @@ def _ordinary_plan(queries: int, keys: int, window: int | None) -> Plan:
 
 
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: Layout,
-    bias: Bias,
-    *,
-    scale: float,
-    softcap: float | None,
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, bias: Bias, scores: Scores
 ) -> tuple[Tensor, Tensor]:
     """See `mosar.core.bias`."""
-    run = partial(_run, q, k, v, scale=scale, softcap=softcap or 0.0)
+    run = partial(_run, q, k, v, scale=scores.scale, softcap=scores.softcap or 0.0)
     if isinstance(bias, DistanceBias):
         table, slopes, keys = bias.log_gate, bias.slopes, bias.key
         if table is not None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from mosar.core.bias import Bias, DistanceBias, LabelBias, MixtureBias
+from mosar.core.bias import Bias, DistanceBias, LabelBias, MixtureBias, Scores
 from mosar.core.hard_domain import class_reach
 from mosar.core.layout import Layout
 from mosar.core.regimes import log_gate, pair_geometry
@@ -52,17 +52,10 @@ BiasOfTile = Callable[[Tile], "Tensor | None"]
 
 
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: Layout,
-    bias: Bias,
-    *,
-    scale: float,
-    softcap: float | None,
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, bias: Bias, scores: Scores
 ) -> tuple[Tensor, Tensor]:
     """See `mosar.core.bias`."""
-    options = {"scale": scale, "softcap": softcap}
+    options = {"scale": scores.scale, "softcap": scores.softcap}
     if isinstance(bias, LabelBias) and bias.ends_at_reach:
         plan = build_plan(sparse_plan_input(bias.query, bias.key, bias.config, layout))
         return _attend(q, k, v, plan, bias.groups, _bias_of_labels(bias), **options)

@@ -103,7 +103,7 @@ def record_launches(
     import torch
 
     from mosar import MoSARConfig
-    from mosar.core.bias import DistanceBias, LabelBias, MixtureBias
+    from mosar.core.bias import DistanceBias, LabelBias, MixtureBias, Scores
     from mosar.core.layout import resolve_layout
     from mosar.kernels.triton import blocks, callers, decode, ops, plan
     from mosar.model.cache import RegimeLayerCache
@@ -150,7 +150,7 @@ def record_launches(
             bias = MixtureBias(pi, pi, config)
         else:
             bias = DistanceBias(torch.zeros(1, length), torch.zeros(kv_heads * share))
-        out, lse = callers.attend(q, k, v, layout, bias, scale=head_dim**-0.5, softcap=softcap)
+        out, lse = callers.attend(q, k, v, layout, bias, Scores(head_dim**-0.5, softcap))
         (out.float().sum() + lse.sum()).backward()
     return {launch.name: launch for launch in launches}
 

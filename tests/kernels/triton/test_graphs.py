@@ -10,7 +10,7 @@ from torch._dynamo.backends.common import aot_autograd
 from cases import Case
 from kernels.budget import collect, differentiable, operator, run
 from mosar import MoSARConfig
-from mosar.core.bias import LabelBias, MixtureBias
+from mosar.core.bias import LabelBias, MixtureBias, Scores
 from mosar.core.layout import resolve_layout
 from mosar.kernels.triton import callers
 
@@ -44,7 +44,7 @@ def attend(q, k, v, routing_q, routing_k, kind):
     bias = MixtureBias(routing_q[:, None], routing_k[:, None], CONFIG)
     if kind == "sparse":
         bias = LabelBias(routing_q[:, None], routing_k[:, None], CONFIG, ends_at_reach=True)
-    return callers.attend(q, k, v, layout, bias, scale=0.25, softcap=None)[0]
+    return callers.attend(q, k, v, layout, bias, Scores(0.25, None))[0]
 
 
 @pytest.mark.parametrize("kind", ["sparse", "soft"])

@@ -6,7 +6,7 @@ from functools import partial
 
 from torch import Tensor
 
-from mosar.core.bias import Bias, DistanceBias, LabelBias
+from mosar.core.bias import Bias, DistanceBias, LabelBias, Scores
 from mosar.core.config import Gate
 from mosar.core.layout import Layout
 from mosar.kernels.autograd import GEOMETRY, NONE, TABLE, WORTH
@@ -27,21 +27,14 @@ _NO_GATE = Gate(0.0, 2.0)
 
 
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: Layout,
-    bias: Bias,
-    *,
-    scale: float,
-    softcap: float | None,
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, bias: Bias, scores: Scores
 ) -> tuple[Tensor, Tensor]:
     """See `mosar.core.bias`; no gradient reaches log_gate or slopes.
 
     Labels that do not end at the reach are sorted like those that do, but with boundless runs: no
     gate is mixed, and none evaluated on a plateau.
     """
-    run = partial(_run, q, k, v, scale=scale, softcap=softcap or 0.0)
+    run = partial(_run, q, k, v, scale=scores.scale, softcap=scores.softcap or 0.0)
     if isinstance(bias, DistanceBias):
         table, slopes, level = bias.log_gate, bias.slopes, None
         if table is not None:
