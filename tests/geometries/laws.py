@@ -22,6 +22,8 @@ from mosar.core.config import MoSARConfig
 from mosar.core.positional import alibi_slopes
 from mosar.core.regimes import RegimeKernel, support_reach
 from mosar.geometries import Geometry
+from mosar.geometries.block_selection import draw
+from mosar.geometries.reformer import hash_rotations
 
 SCALE = 0.3
 
@@ -178,6 +180,229 @@ def mosar(case: Case) -> Answer:
     return pairwise(bias, rotated)(case)
 
 
+def switch(case: Case) -> Answer:
+    """A window of N/4 or everything, by the query alone."""
+    routed = case.geometry.query_router(rotated(case)[0])
+
+    def bias(case: Case, i: int, j: int) -> Tensor:
+        full = routed.probabilities[:, i, 1:]
+        if i - j <= case.geometry.shape.max_length / 4:
+            return torch.zeros_like(full)
+        if case.routing == "soft":
+            return (full + (1 - full) * math.exp(-6)).log()
+        return torch.where(routed.labels[:, i, None] == 1, 0.0, -torch.inf).double()
+
+    return pairwise(bias, rotated)(case)
+
+
+def gemma3(case: Case, i: int, j: int) -> float | None:
+    shape = case.geometry.shape
+    return 0.0 if shape.layer % 6 == 5 or i - j <= shape.max_length // 4 else None
+
+
+def longformer(case: Case, i: int, j: int) -> float | None:
+    """At N = 64."""
+    window = (2, 4, 4, 8, 14, 14)[case.geometry.shape.layer]
+    return 0.0 if i - j <= window or j < 2 else None
+
+
+def bigbird(case: Case, i: int, j: int) -> Tensor | None:
+    """At N = 64: blocks of 2."""
+    own, block, layer = i // 2, j // 2, case.geometry.shape.layer
+    if block >= own - 2 or block < 2:
+        return torch.zeros(6, dtype=torch.float64)
+    read = [0.0 if block in random_blocks(layer, head, own) else -torch.inf for head in (0, 1)]
+    return torch.tensor(read, dtype=torch.float64).repeat_interleave(3)
+
+
+@cache
+def random_blocks(layer: int, head: int, own: int) -> list[int]:
+    between = sorted(range(2, own - 2), key=lambda other: -draw(layer, head, own, other))
+    return between[:3]
+
+
+def moba(case: Case) -> Answer:
+    """At N = 64: three blocks of 4."""
+    q, k = rotated(case)
+    means = k[:, : k.shape[1] // 4 * 4].unflatten(1, (-1, 4)).mean(dim=2)
+    gates = torch.einsum("bthd,bghd->bhtg", q, means.repeat_interleave(3, dim=2))
+
+    def bias(case: Case, i: int, j: int) -> Tensor | None:
+        if j // 4 == i // 4:
+            return torch.zeros(6, dtype=torch.float64)
+        past = gates[:, :, i, : i // 4]
+        better = (past > past[..., j // 4, None]).sum(dim=-1)
+        return torch.where(better < 2, 0.0, -torch.inf).double()
+
+    return pairwise(bias, rotated)(case)
+
+
+def dsa(case: Case) -> Answer:
+    """At N = 64: the 16 best keys."""
+    geometry, x = case.geometry, case.hidden
+    at = torch.arange(x.shape[1])[None]
+    query, key = (
+        torch.cat([rotate_by_definition(y[..., :16], at), y[..., 16:]], dim=-1)
+        for y in (
+            geometry.index_query(x).unflatten(-1, (2, 32)),
+            geometry.index_key(x)[:, :, None],
+        )
+    )
+    match = torch.einsum("bthe,bse->bhts", query, key[:, :, 0]).clamp_min(0)
+    index = torch.einsum("bth,bhts->bts", geometry.index_weight(x), match)
+
+    def bias(case: Case, i: int, j: int) -> Tensor:
+        read = []
+        for row in index[:, i].tolist():
+            order = sorted(range(i + 1), key=lambda other: (-row[other], -other))
+            read.append(0.0 if j in order[:16] else -torch.inf)
+        return torch.tensor(read, dtype=torch.float64)[:, None]
+
+    return pairwise(bias, rotated)(case)
+
+
+def linformer(case: Case) -> Answer:
+    """At N = 64: blocks of 4, each read as one mixture."""
+    q, k = rotated(case)
+    out, read = torch.zeros_like(case.q), 0
+    for i in range(q.shape[1]):
+        keys, values = [], []
+        for block in range(i // 4):
+            tokens = slice(4 * block, 4 * block + 4)
+            mixed = torch.einsum("rt,btkd->brkd", case.geometry.key_mixture, case.k[:, tokens])
+            end = torch.full((1, mixed.shape[1]), 4 * block + 3)
+            keys.append(rotate_by_definition(mixed, end))
+            values.append(
+                torch.einsum("rt,btkd->brkd", case.geometry.value_mixture, case.v[:, tokens])
+            )
+        own = slice(i // 4 * 4, i + 1)
+        entries = torch.cat([*keys, k[:, own]], dim=1)
+        logits = capped_scores(q[:, i : i + 1], entries, case.softcap)
+        out[:, i : i + 1] = weigh(logits, torch.cat([*values, case.v[:, own]], dim=1))
+        read += 2 * entries.shape[1]
+    return Answer(out, read)
+
+
+def nsa(case: Case) -> Answer:
+    """At N = 64: an entry of 2 tokens from each token on, 6 blocks of 2, a window of 4."""
+    q, k = rotated(case)
+    geometry, length = case.geometry, q.shape[1]
+    gates = torch.sigmoid(geometry.gate(case.hidden)).unflatten(-1, (3, 6))
+
+    def entries(x: Tensor, weights: Tensor, linear: Tensor) -> Tensor:
+        each = (
+            torch.einsum("t,btkd,ed->bke", weights, x[:, w : w + 2], linear)
+            for w in range(length - 1)
+        )
+        return torch.stack(list(each), dim=1)
+
+    keys = entries(k, geometry.key_weights, geometry.key_map)
+    values = entries(case.v, geometry.value_weights, geometry.value_map)
+    scores = capped_scores(q, k, case.softcap)
+    out, read = torch.zeros_like(case.q), 0
+    for i in range(length):
+        # Entry w ends with token w + 1.
+        compressed = torch.zeros_like(out[:, 0])
+        weights = torch.zeros(2, 2, 0)
+        if i:
+            logits = capped_scores(q[:, i : i + 1], keys[:, :i], case.softcap)
+            compressed = weigh(logits, values[:, :i])[:, 0]
+            weights = torch.softmax(logits, dim=-1)[:, :, 0].unflatten(1, (2, 3)).sum(dim=2)
+        selected, window = torch.full((2, *scores[:, :, i : i + 1].shape), -torch.inf).double()
+        for row in range(2):
+            for head in range(6):
+                chosen = nsa_blocks(i // 2, weights[row, head // 3].tolist())
+                for j in range(i + 1):
+                    if j // 2 in chosen:
+                        selected[row, head, 0, j] = scores[row, head, i, j]
+        window[..., max(0, i - 3) : i + 1] = scores[:, :, i : i + 1, max(0, i - 3) : i + 1]
+        branches = [compressed, *(weigh(logits, case.v)[:, 0] for logits in (selected, window))]
+        out[:, i] = sum(gates[:, i, n, :, None] * branches[n] for n in range(3))
+        tokens = sum(int((logits > -torch.inf).sum()) for logits in (selected, window))
+        read += 2 * i + tokens / 6
+    return Answer(out, read)
+
+
+def nsa_blocks(own: int, weights: list[float]) -> set[int]:
+    """The blocks that a query reads whose own is this; weights of the entries of its group."""
+    score = [0.0] * (own + 1)
+    for w, weight in enumerate(weights):
+        for token in (w, w + 1):
+            score[token // 2] += weight
+    forced = {0, own - 1, own} & set(range(own + 1))
+    rest = sorted(set(range(own)) - forced, key=lambda block: -score[block])
+    return forced | set(rest[: 6 - len(forced)])
+
+
+def reformer(case: Case) -> Answer:
+    unit = case.q / case.q.norm(dim=-1, keepdim=True)
+    rotations = hash_rotations(case.geometry.shape.layer, 1, 8, 8)[0]
+    angles = torch.einsum("bthd,nd->bthn", unit, rotations)
+    buckets = torch.cat([angles, -angles], dim=-1).argmax(dim=-1)
+    at = torch.arange(case.q.shape[1])[None]
+    scores = capped_scores(
+        rotate_by_definition(case.q, at), rotate_by_definition(unit, at), case.softcap
+    )
+    logits = torch.full_like(scores, -torch.inf)
+    for i in range(scores.shape[2]):
+        for j in range(i):
+            same = buckets[:, i] == buckets[:, j]
+            logits[:, :, i, j] = torch.where(same, scores[:, :, i, j], -torch.inf)
+        logits[:, :, i, i] = -5e4
+    return Answer(weigh(logits, case.v), int((logits > -torch.inf).sum()) / 6)
+
+
+def selective(case: Case) -> Answer:
+    scores = capped_scores(*rotated(case), case.softcap)
+    lowered = torch.zeros_like(scores[:, 0, 0])
+
+    def bias(case: Case, i: int, j: int) -> Tensor:
+        if j == 0 and i:
+            # Query i - 1 has been read; it lowers neither itself nor the first token.
+            lowered[:, 1 : i - 1] += scores[:, 0, i - 1, 1 : i - 1].clamp_min(0)
+        return -lowered[:, j, None]
+
+    return pairwise(bias, rotated)(case)
+
+
+def cope(case: Case) -> Answer:
+    """At N = 64: 8 positions."""
+    scores = capped_scores(case.q, case.k, case.softcap)
+    known = case.q @ case.geometry.embedding.T
+
+    def bias(case: Case, i: int, j: int) -> Tensor:
+        count = torch.sigmoid(scores[:, :, i, j : i + 1]).sum(dim=-1).clamp_max(7.0)
+        low, high = count.floor().long(), count.ceil().long()
+        below, above = (known[:, i].gather(-1, at[..., None])[..., 0] for at in (low, high))
+        return below + (count - low) * (above - below)
+
+    return pairwise(bias, plain)(case)
+
+
+def inkling(case: Case, i: int, j: int) -> Tensor:
+    mixture = case.geometry.mixture(case.hidden[:, i]).unflatten(-1, (6, 16))
+    return mixture @ case.geometry.profiles[:, i - j]
+
+
+def hyperbolic(case: Case) -> Answer:
+    """As boosts: cosh and sinh of the angle between the two, damped."""
+    half = case.q.shape[-1] // 2
+    frequency = 10000.0 ** (-torch.arange(half).double() / half)
+    unit = math.log(2) / (case.geometry.shape.max_length / 4) / 0.1
+    k = case.k.repeat_interleave(3, dim=2)
+    logits = torch.full((2, 6, *2 * case.q.shape[1:2]), -torch.inf, dtype=torch.float64)
+    for i in range(logits.shape[2]):
+        for j in range(i + 1):
+            d = (i - j) * unit
+            x, y = k[:, j, :, :half], k[:, j, :, half:]
+            cosh, sinh = torch.cosh(frequency * d), torch.sinh(frequency * d)
+            boosted = torch.cat([cosh * x + sinh * y, sinh * x + cosh * y], dim=-1)
+            score = SCALE * math.exp(-1.1 * d) * (case.q[:, i] * boosted).sum(dim=-1)
+            cap = case.softcap
+            logits[:, :, i, j] = score if cap is None else cap * torch.tanh(score / cap)
+    return Answer(weigh(logits, case.v), int((logits > -torch.inf).sum()) / 6)
+
+
 LAWS: dict[str, Callable[[Case], Answer]] = {
     "rope": pairwise(no_bias, rotated),
     "p-rope": pairwise(no_bias, rotated),
@@ -190,5 +415,18 @@ LAWS: dict[str, Callable[[Case], Answer]] = {
     "hope-high": pairwise(no_bias, slow_ones_stand),
     "t5": pairwise(t5, plain),
     "kerple": pairwise(kerple, plain),
+    "switch": switch,
+    "gemma3": pairwise(gemma3, rotated),
+    "longformer": pairwise(longformer, rotated),
+    "bigbird": pairwise(bigbird, rotated),
+    "moba": moba,
+    "dsa": dsa,
+    "nsa": nsa,
+    "linformer": linformer,
+    "reformer": reformer,
+    "selective": selective,
+    "cope": cope,
+    "inkling": pairwise(inkling, plain),
+    "hope-hyperbolic": hyperbolic,
 }
 """By the name of the geometry."""

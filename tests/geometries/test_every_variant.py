@@ -18,11 +18,12 @@ from mosar.training.loop import train
 from training.runs import assert_same_run
 
 # Parameters outside the geometry that a variant has no use for.
-UNUSED: dict[str, str] = {}
+UNUSED = {"reformer": "k_proj"}
 # One head of keys for three of queries; every variant is defined at that.
 HEADS = {"num_heads": 6, "num_kv_heads": 2}
 HIDDEN, LENGTH = 32, 45
-SHAPE = HeadShape(**HEADS, head_dim=8, max_length=32, hidden_size=HIDDEN)
+SIZES = HEADS | {"max_length": 64}
+SHAPE = HeadShape(**HEADS, head_dim=8, max_length=64, hidden_size=HIDDEN)
 # A layer's index and its soft-cap.
 LAYERS = ((0, 1.5), (5, None))
 
@@ -53,12 +54,12 @@ def enliven(module, *, std=0.3):
 @cache
 def decoder_of(name):
     """One decoder per variant; the tests leave it as it is."""
-    return enliven(small_decoder(name, init_std=0.2, **HEADS))
+    return enliven(small_decoder(name, init_std=0.2, **SIZES))
 
 
 @cache
 def wide_decoder_of(name):
-    decoder = Decoder(small_model(**HEADS), VARIANTS[name]).double()
+    decoder = Decoder(small_model(**SIZES), VARIANTS[name]).double()
     decoder.load_state_dict(decoder_of(name).state_dict())
     return decoder
 
@@ -107,16 +108,19 @@ def test_it_is_its_law_and_its_density_is_counted(name, routing):
 @every_run
 @torch.no_grad()
 def test_later_tokens_change_nothing(name, routing):
-    decoder, tokens = decoder_of(name), some_tokens()
-    whole = decoder(tokens, routing=executed(routing)).hidden
-    assert whole.isfinite().all()
+    """Other ones not a bit; fewer ones nothing in float64, where sizes of matrices do not show."""
+    tokens, routing = some_tokens(), executed(routing)
+    for decoder, lengths in ((decoder_of(name), (1, 32)), (wide_decoder_of(name), (17, 44))):
+        whole = decoder(tokens, routing=routing).hidden
+        assert whole.isfinite().all()
+        for length in lengths:
+            other = torch.cat([tokens[:, :length], (tokens[:, length:] + 7) % 61], dim=1)
+            again = decoder(other, routing=routing).hidden
+            assert torch.equal(again[:, :length], whole[:, :length]), length
+            assert not torch.equal(again[:, length:], whole[:, length:])
     for length in (1, 17, 32, 44):
-        prefix = decoder(tokens[:, :length], routing=executed(routing)).hidden
-        assert (prefix - whole[:, :length]).abs().max() <= 1e-6, length
-        other = torch.cat([tokens[:, :length], (tokens[:, length:] + 7) % 61], dim=1)
-        again = decoder(other, routing=executed(routing)).hidden
-        assert torch.equal(again[:, :length], whole[:, :length]), length
-        assert not torch.equal(again[:, length:], whole[:, length:])
+        prefix = decoder(tokens[:, :length], routing=routing).hidden
+        assert (prefix - whole[:, :length]).abs().max() <= 1e-11, length
 
 
 @every_run
@@ -145,9 +149,10 @@ def test_portions_and_padding_change_nothing(name, routing):
 def test_places_and_padded_slots_change_nothing(name):
     """The last queries alone, positions that are given, and slots that were never written."""
     geometry = geometry_of(name)
-    if geometry.reads_hidden:
+    q, k, v, hidden = heads()
+    if geometry.note(q, k, hidden) is not None or geometry.reads_hidden or name in UNUSED:
+        # Its keys need more than k and v, which a cache keeps.
         return
-    q, k, v, _ = heads()
     expected, _ = geometry(q, k, v, scale=SCALE)
     last, _ = geometry(q[:, -7:], k, v, scale=SCALE)
     torch.testing.assert_close(last, expected[:, -7:])
@@ -180,8 +185,8 @@ def test_documents_are_the_same_wherever_they_stand(name, routing):
 @every_variant
 def test_shared_weights_start_alike_and_all_of_them_learn(name):
     """Of the loss with its price; what is outside of the geometry starts as in `rope`."""
-    rope = dict(small_decoder("rope", **HEADS).named_parameters())
-    decoder = small_decoder(name, **HEADS)
+    rope = dict(small_decoder("rope", **SIZES).named_parameters())
+    decoder = small_decoder(name, **SIZES)
     names = [n for n, _ in decoder.named_parameters() if ".geometry." not in n]
     assert names == list(rope)
     assert all(torch.equal(decoder.get_parameter(n), rope[n]) for n in names)

@@ -1,15 +1,18 @@
 """What a geometry says about itself, which everything else relies on."""
 
 import dataclasses
+import json
 
 import pytest
 import torch
 from torch import nn
+from typer.testing import CliRunner
 
 from mosar import Regime
+from mosar.cli import app
 from mosar.geometries import GEOMETRIES, UNROUTED, VARIANTS, AttentionConfig, Geometry, HeadShape
 
-SHAPE = HeadShape(num_heads=4, num_kv_heads=2, head_dim=8, max_length=512)
+SHAPE = HeadShape(num_heads=4, num_kv_heads=2, head_dim=8, max_length=512, hidden_size=16)
 
 
 def windowed(reach):
@@ -63,16 +66,17 @@ def test_settings_are_those_that_change_it(variant):
         "rope_theta": 500.0,
         "rope_fraction": 0.5,
         "regimes": (Regime("S", 2, 0.5), Regime("M", 7, 0.5), Regime("G", 40, 1.0)),
-        "regime": "M" if base.regime == "S" else "S",
+        "regime": {"S": "M", "M": "S"}.get(base.regime, "G"),
         "barrier": 3.0,
         "exponent": 1.0,
     }
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 150, heads, 8, generator=generator) for heads in (4, 2, 2))
+    hidden = torch.randn(1, 150, 16, generator=generator)
 
     def output(config):
         torch.manual_seed(0)
-        return config.geometry_class(config, SHAPE)(q, k, v, scale=0.3)[0]
+        return config.geometry_class(config, SHAPE)(q, k, v, scale=0.3, hidden=hidden)[0]
 
     for name, value in changes.items():
         changed = dataclasses.replace(base, **{name: value})
@@ -100,3 +104,26 @@ def test_parameters_that_nothing_divides(monkeypatch):
     assert "learned has parameters" in str(geometry.split_obstacle(2))
     (part,) = geometry.parameter_parts()
     assert (part.count, part.weights, part.split) == (4, 0, "whole")
+
+
+def test_the_table_of_variants():
+    """With what the settings were chosen for: shares of pairs at N = 512 and 2048."""
+    told = CliRunner().invoke(app, ["variants", "--json"])
+    facts = {fact["variant"]: fact for fact in json.loads(told.stdout)}
+    assert list(facts) == list(VARIANTS)
+    expected = {
+        "rope": (1.0, 1.0),
+        "rope-m-mask": (0.440, 0.122),
+        "bigbird": (0.415, 0.114),
+        "moba": (0.290, 0.077),
+        "nsa": (0.556, 0.239),
+        "dsa": (0.437, 0.121),
+        "linformer": (0.181, 0.139),
+    }
+    for name, density in expected.items():
+        assert facts[name]["density"] == pytest.approx(density, abs=1e-3), name
+    sizes = {"mosar": 150_564, "dsa": 150_528, "inkling": 147_456, "linformer": 1536, "moba": 0}
+    assert {name: facts[name]["parameters"] for name in sizes} == sizes
+    assert facts["reformer"]["density"] == facts["mosar"]["density"] == [None, None]
+    shown = CliRunner().invoke(app, ["variants"], env={"COLUMNS": "200"}).stdout
+    assert all(name in shown for name in VARIANTS)

@@ -32,7 +32,7 @@ def reproduce(
     ],
     preset: Preset = "quick",
     variants: Annotated[
-        str | None, Option(help=f"Some of {VARIANTS}; by default the paper's.")
+        str | None, Option(help=f"Some of {VARIANTS}, or all; by default the paper's.")
     ] = None,
     seeds: Annotated[int, Option(min=1, help="How many seeds, from 0 on.")] = 1,
     data: Annotated[
@@ -74,12 +74,16 @@ def reproduce(
     from mosar.experiments.settings import Axis, ExperimentSettings
     from mosar.experiments.work import count_cells
     from mosar.geometries import PAPER_VARIANTS
+    from mosar.geometries import VARIANTS as ALL_VARIANTS
 
     use_threads(threads)
     default = Path(DataConfig().folder)
+    chosen = PAPER_VARIANTS if variants is None else listed(variants)
+    if chosen == ("all",):
+        chosen = tuple(ALL_VARIANTS)
     settings = ExperimentSettings(
         preset=preset or "quick",
-        variants=PAPER_VARIANTS if variants is None else listed(variants),
+        variants=chosen,
         seeds=seeds,
         data=default if data is None else data,
         grid=None if grid is None else Axis.parse(grid),

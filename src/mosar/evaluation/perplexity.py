@@ -43,9 +43,9 @@ class PairTally:
     """Pairs of the support and causal pairs, layer by layer; empty where all pairs are read."""
 
     def __init__(self):
-        self._counts: dict[int, tuple[int, int]] = {}
+        self._counts: dict[int, tuple[float, int]] = {}
 
-    def add(self, layer: int, counted: tuple[int, int] | None) -> None:
+    def add(self, layer: int, counted: tuple[float, int] | None) -> None:
         if counted is not None:
             inside, causal = self._counts.get(layer, (0, 0))
             self._counts[layer] = inside + counted[0], causal + counted[1]

@@ -64,7 +64,7 @@ class RetrofitReader(MeasuredReader):
 
     def count_pairs(
         self, layer: int, labels: tuple[Tensor, Tensor] | None
-    ) -> tuple[int, int] | None:
+    ) -> tuple[float, int] | None:
         if labels is None:
             return None
         routed = self.attached.layers[layer]

@@ -7,7 +7,9 @@ name; a variant is a named setting of it in `VARIANTS`. docs/geometries.md shows
 from typing import Any
 
 from mosar.geometries.alibi import Alibi
+from mosar.geometries.block_selection import BigBird, MoBA
 from mosar.geometries.config import EACH, GEOMETRIES, AttentionConfig
+from mosar.geometries.dsa import DSA
 from mosar.geometries.geometry import (
     UNROUTED,
     Attended,
@@ -17,11 +19,18 @@ from mosar.geometries.geometry import (
     ParameterPart,
     operator_routing,
 )
+from mosar.geometries.hyperbolic import Hyperbolic
+from mosar.geometries.layer_window import Gemma3, Longformer
 from mosar.geometries.learned_distance import Kerple, T5Bias
+from mosar.geometries.linformer import Linformer
 from mosar.geometries.mosar import MoSAR
+from mosar.geometries.nsa import NSA
 from mosar.geometries.one_regime import Fixed, RopeMask
 from mosar.geometries.own_settings import OwnSettings, setting
+from mosar.geometries.reformer import Reformer
 from mosar.geometries.rope import HighFrequencyRope, Rope
+from mosar.geometries.score_bias import CoPE, Inkling, Selective
+from mosar.geometries.switch import Switch
 from mosar.geometries.xpos import XPos
 
 __all__ = [
@@ -58,6 +67,19 @@ GEOMETRIES.update(
         "hope-high": HighFrequencyRope,
         "t5": T5Bias,
         "kerple": Kerple,
+        "switch": Switch,
+        "gemma3": Gemma3,
+        "longformer": Longformer,
+        "bigbird": BigBird,
+        "moba": MoBA,
+        "dsa": DSA,
+        "nsa": NSA,
+        "linformer": Linformer,
+        "reformer": Reformer,
+        "selective": Selective,
+        "cope": CoPE,
+        "inkling": Inkling,
+        "hope-hyperbolic": Hyperbolic,
     }
 )
 
@@ -89,5 +111,20 @@ VARIANTS: dict[str, AttentionConfig] = {
     "hope-high": AttentionConfig(geometry="hope-high"),
     "t5": AttentionConfig(geometry="t5"),
     "kerple": AttentionConfig(geometry="kerple"),
+    "switch": AttentionConfig(
+        geometry="switch", composition="min", cost_weight=0.01, cost_warmup=500
+    ),
+    "dsa": AttentionConfig(geometry="dsa", cost_weight=1.0),
+    "gemma3": AttentionConfig(geometry="gemma3"),
+    "longformer": AttentionConfig(geometry="longformer"),
+    "bigbird": AttentionConfig(geometry="bigbird"),
+    "moba": AttentionConfig(geometry="moba"),
+    "nsa": AttentionConfig(geometry="nsa"),
+    "linformer": AttentionConfig(geometry="linformer"),
+    "reformer": AttentionConfig(geometry="reformer"),
+    "selective": AttentionConfig(geometry="selective"),
+    "cope": AttentionConfig(geometry="cope"),
+    "inkling": AttentionConfig(geometry="inkling"),
+    "hope-hyperbolic": AttentionConfig(geometry="hope-hyperbolic"),
 }
 """Every model that can be compared, by name."""

@@ -16,6 +16,7 @@ class Alibi(Geometry):
     """A bias of -slope * distance, one slope per head, and no rotation."""
 
     family = "distance"
+    source = "Press et al. 2022 (ALiBi)"
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, *, routing: Routing, **options: Any

@@ -118,6 +118,9 @@ class AttentionConfig(RegimeSettings):
         given = {field.name: getattr(self, field.name) for field in fields(RegimeSettings)}
         if self.regimes is None:
             del given["regimes"]
+            regimes = self.geometry_class.default_regimes(max_length)
+            if regimes is not None:
+                given["regimes"] = regimes
         if self.per_head:
             given["routing_groups"] = num_heads
         make = MoSARConfig.ladder if self.ladder else MoSARConfig.scaled

@@ -11,6 +11,7 @@ Shapes: B batch, H query heads, K key/value heads, T queries, S keys, D head dim
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, NamedTuple, cast
 
@@ -19,8 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mosar.attention import ROUTINGS, Routing, distance_attention
-from mosar.core.config import MoSARConfig
-from mosar.core.hard_domain import build_hard_domain
+from mosar.core.config import Regime
 from mosar.core.outputs import LayerRouting
 from mosar.core.positional import positions_in_segments
 from mosar.geometries.config import AttentionConfig
@@ -75,6 +75,12 @@ class Geometry(nn.Module):
     """Its own settings; a subclass states them as a dataclass (own_settings.py)."""
     family: ClassVar[Literal["positions", "distance", "window", "routing"]] = "positions"
     """What its attention depends on; figures may group variants by it."""
+    native: ClassVar[bool] = True
+    """Whether compiled kernels compute it; else torch operators do, in chunks of queries."""
+    source: ClassVar[str] = "Kazemnejad et al. 2023 (NoPE)"
+    """The paper or repository that it follows."""
+    checked: ClassVar[str] = "its law"
+    """What its results were compared with."""
     reads_hidden: ClassVar[bool] = False
     """Whether `attend` is given `hidden`, what q, k and v are projections of."""
     mode: tuple[str, int] | None = None
@@ -130,6 +136,9 @@ class Geometry(nn.Module):
         }
         if self.reads_hidden:
             options["hidden"] = hidden
+        notes = self.note(q, k, hidden)
+        if notes is not None:
+            options["notes"] = notes
         # Views: the kernels read any layout whose last dimension is contiguous.
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         differentiated = any(x.requires_grad for x in (q, k, v))
@@ -140,12 +149,26 @@ class Geometry(nn.Module):
             out, told = self.attend(q, k, v, **options)
             if cache is not None:
                 # Gradients pass through the first tokens; what is stored of them has none.
-                self.store(k.detach(), v.detach(), cache, told, routing, key_positions, key_valid)
+                notes = None if notes is None else notes.detach()
+                where = (routing, key_positions, key_valid, notes)
+                self.store(k.detach(), v.detach(), cache, told, *where)
         return out.transpose(1, 2), told
 
     def transform(self, q: Tensor, k: Tensor, at_q: Tensor, at_k: Tensor) -> tuple[Tensor, Tensor]:
         """q [B, T, H, D] at positions at_q [B or 1, T], and k likewise, each token on its own."""
         return q, k
+
+    @property
+    def kept_notes(self) -> int:
+        """Numbers that a cache keeps of each token besides k and v."""
+        return 0
+
+    def note(self, q: Tensor, k: Tensor, hidden: Tensor | None) -> Tensor | None:
+        """[B, E, S]: what `attend` is given as `notes` of every key, and a cache keeps; or None.
+
+        q [B, T, H, D] and k [B, T, K, D] are transformed.
+        """
+        return None
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, *, routing: Routing, **options: Any
@@ -153,7 +176,7 @@ class Geometry(nn.Module):
         """q [B, H, T, D]; k, v [B, K, S, D], transformed -> [B, H, T, D]; a routing, price or None.
 
         `options` are those of the operators: scale, softcap, positions, key_valid, segment_ids;
-        and `hidden` [B, T, C] where the geometry reads it.
+        and where the geometry has them `hidden` [B, T, C] and `notes` [B, E, S].
         """
         return plain_attention(q, k, v, **options), None
 
@@ -166,10 +189,13 @@ class Geometry(nn.Module):
         *,
         key_positions: Tensor,
         key_valid: Tensor | None,
+        notes: Tensor | None = None,
         **options: Any,
     ) -> Attended:
         """The same with k, v of new tokens only, which a `DenseLayerCache` adds to the others."""
-        keys = self.store(k, v, cache, None, options["routing"], key_positions, key_valid)
+        keys = self.store(k, v, cache, None, options["routing"], key_positions, key_valid, notes)
+        if keys.notes is not None:
+            options["notes"] = keys.notes
         placement = {
             "query_positions": None if keys.positions is None else key_positions,
             "key_positions": keys.positions,
@@ -187,9 +213,10 @@ class Geometry(nn.Module):
         routing: Routing,
         key_positions: Tensor | None,
         key_valid: Tensor | None,
+        notes: Tensor | None = None,
     ) -> Any:
         """Adds k, v [B, K, S, D] of new tokens to the cache, and returns what its `update` does."""
-        return cache.update(k, v, key_positions=key_positions, key_valid=key_valid)
+        return cache.update(k, v, key_positions=key_positions, key_valid=key_valid, notes=notes)
 
     @property
     def modes(self) -> tuple[str, ...]:
@@ -231,6 +258,30 @@ class Geometry(nn.Module):
         """The distance beyond which it reads no pair under `routing`; None: it reads all pairs."""
         return None
 
+    @classmethod
+    def default_regimes(cls, max_length: int) -> tuple[Regime, ...] | None:
+        """The regimes at a training length, where the settings name none; None: the paper's."""
+        return None
+
+    def keys_read(self, positions: Tensor, routing: str) -> Tensor | None:
+        """How many keys queries at these positions (of their document) read; None: all of them."""
+        band = self.band(routing)
+        return None if band is None else (positions + 1).clamp_max(math.floor(band) + 1)
+
+    def products(self, position: int) -> float | None:
+        """Products q·k of a head for the query at a position, its choice of keys included.
+
+        None: it depends on the contents.
+        """
+        if self.routed:
+            return None
+        read = self.keys_read(torch.tensor(position), UNROUTED)
+        return position + 1 if read is None else float(read)
+
+    def tokens(self, share: float) -> int:
+        """So much of the training length, in tokens; at least one."""
+        return max(1, round(share * self.shape.max_length))
+
     def reaches(self) -> dict[str, float]:
         """Regime -> reach, of the regimes that it uses."""
         return {}
@@ -242,29 +293,22 @@ class Geometry(nn.Module):
         routing: str = UNROUTED,
         labels: tuple[Tensor, Tensor] | None = None,
         segment_ids: Tensor | None = None,
-    ) -> tuple[int, int] | None:
+    ) -> tuple[float, int] | None:
         """(pairs of the support, causal pairs) of so many rows of tokens; None: all are read.
 
         labels: of queries and of keys, where there are routers.
         """
-        band = self.band(routing)
-        if band is None:
-            return None
-        # Rows without segments are alike: one of them is counted.
         rows, length = (1, shape[1]) if segment_ids is None else shape
-        device = None if segment_ids is None else segment_ids.device
-        alike = torch.zeros(rows, length, dtype=torch.int64, device=device)
-        inside, causal = (
-            build_hard_domain(
-                *(alike, alike, MoSARConfig()),
-                window=limit,
-                segment_ids=segment_ids,
-                materialize=False,
-            ).causal_count
-            for limit in (band, None)
-        )
+        if segment_ids is None:
+            # Rows are alike: one of them is counted.
+            at = torch.arange(length)[None]
+        else:
+            at = positions_in_segments(segment_ids)
+        read = self.keys_read(at, routing)
+        if read is None:
+            return None
         times = shape[0] // rows
-        return times * inside, times * causal
+        return times * int(read.sum()), times * int((at + 1).sum())
 
     def parameter_parts(self) -> list[ParameterPart]:
         """Its own parameters by kind, as `mosar plan` counts them."""

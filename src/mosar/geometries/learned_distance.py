@@ -30,6 +30,7 @@ class T5Bias(Geometry):
     """
 
     family = "distance"
+    source, checked = "Raffel et al. 2020 (T5)", "its law; transformers"
 
     @dataclass(frozen=True, kw_only=True)
     class Own(OwnSettings):
@@ -81,6 +82,7 @@ class Kerple(Geometry):
     """
 
     family = "distance"
+    source = "Chi et al. 2022 (KERPLE)"
     smallest = 0.01
     """Both are held at or above it, and the power at or below 2."""
 

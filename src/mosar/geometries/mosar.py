@@ -32,6 +32,8 @@ class MoSAR(Rope):
     """Routed regimes over RoPE: two routers read the rotated q and k, the gates follow."""
 
     routed, family = True, "routing"
+    source = "MoSAR"
+    checked = "its law, and an independent oracle"
     settings = Rope.settings | {
         *("regimes", "router_hidden", "temperature", "barrier", "exponent", "epsilon"),
         *("composition", "routing_groups", "num_sinks", "cost_weight", "cost_warmup", "cost_of"),
@@ -94,7 +96,7 @@ class MoSAR(Rope):
         routing: str = "sparse",
         labels: tuple[Tensor, Tensor] | None = None,
         segment_ids: Tensor | None = None,
-    ) -> tuple[int, int] | None:
+    ) -> tuple[float, int] | None:
         """Of the support that the labels give, whatever the routing evaluates beyond it."""
         assert labels is not None
         domain = build_hard_domain(*labels, self.config, segment_ids=segment_ids, materialize=False)
@@ -232,6 +234,7 @@ class MoSAR(Rope):
         routing: Routing,
         key_positions: Tensor | None,
         key_valid: Tensor | None,
+        notes: Tensor | None = None,
     ) -> None:
         """With the labels of the keys, under soft routing with their probabilities too."""
         assert isinstance(told, LayerRouting)

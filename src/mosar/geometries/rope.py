@@ -21,6 +21,7 @@ class Rope(Geometry):
     """Rotation of q and k by their positions; below `rope_fraction` 1 the slowest do not turn."""
 
     settings = frozenset({"rope_theta", "rope_fraction"})
+    source = "Su et al. 2021 (RoPE)"
 
     def __init__(self, attention: AttentionConfig, shape: HeadShape):
         super().__init__(attention, shape)
@@ -62,6 +63,10 @@ class Rope(Geometry):
         angles = positions[..., None].to(dtype) * frequencies.to(positions.device, dtype)
         return (factor * angles.cos())[:, :, None], (factor * angles.sin())[:, :, None]
 
+    def turn(self, x: Tensor, at: Tensor) -> Tensor:
+        """x [B, T, any heads, D] rotated to the positions [B or 1, T]."""
+        return Rope.transform(self, x, x[:, :, :0], at, at)[0]
+
 
 class HighFrequencyRope(Rope):
     """HoPE-high: only frequencies that turn once within the training length rotate.
@@ -70,6 +75,7 @@ class HighFrequencyRope(Rope):
     """
 
     settings = frozenset({"rope_theta"})
+    source = "Chen et al. 2024 (HoPE)"
 
     @property
     def fraction(self) -> float:

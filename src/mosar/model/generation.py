@@ -97,7 +97,7 @@ class MeasuredReader(ABC):
     @abstractmethod
     def count_pairs(
         self, layer: int, labels: tuple[Tensor, Tensor] | None
-    ) -> tuple[int, int] | None:
+    ) -> tuple[float, int] | None:
         """Pairs of a layer's support and causal pairs of what was read; None: all are read."""
 
     @property
@@ -176,7 +176,7 @@ class DecoderReader(MeasuredReader):
 
     def count_pairs(
         self, layer: int, labels: tuple[Tensor, Tensor] | None
-    ) -> tuple[int, int] | None:
+    ) -> tuple[float, int] | None:
         geometry, shape = self.decoder.geometries[layer], (1, self.num_tokens)
         return geometry.count_pairs(shape, routing=self.routing, labels=labels)
 

@@ -50,6 +50,10 @@ def saved_by_layer(config: RunConfig, mesh: Mesh) -> list[Saved]:
         Saved("input of the down projection", ffn, 4, 2),
         Saved("GELU of the gate", ffn, 0, 2),
     ]
+    if not config.attention.geometry_class.native:
+        saved.append(
+            Saved("scores, soft-capped ones and weights", 3 * heads * model.max_length, 4, 4)
+        )
     if config.attention.geometry_class.routed:
         mosar = config.regimes
         groups = _groups(config, mesh)
@@ -128,4 +132,6 @@ def cache_bytes(config: RunConfig, mesh: Mesh, keys: float, *, by_regime: bool) 
     width = 2 if config.train.precision == "bf16" else 4
     # A place and a slot for every key of a group; without regimes a position and a validity.
     notes = 8 * _groups(config, mesh) if by_regime else 9
-    return model.num_layers * keys * (2 * _key_heads(config, mesh) * model.head_dim * width + notes)
+    geometry = config.attention.build(model.head_shape)
+    kept = 2 * _key_heads(config, mesh) * model.head_dim + geometry.kept_notes
+    return model.num_layers * keys * (kept * width + notes)

@@ -8,7 +8,7 @@ from functools import cached_property
 from mosar.core.config import MoSARConfig
 from mosar.model.parameters import Part, parameter_parts, total
 from mosar.planning import communication, flops, memory
-from mosar.planning.density import DensityCurve, covered
+from mosar.planning.density import DensityCurve
 from mosar.planning.lines import Basis, Line, Unit
 from mosar.planning.parameters import tensor_part
 from mosar.training.config import RunConfig
@@ -75,10 +75,18 @@ class Case:
         geometry = self.config.attention.build(self.config.model.head_shape)
         if geometry.routed:
             return 1.0, "modelled", "no density curve given"
-        band = geometry.band("sparse")
-        if band is None:
+        shape, size = self.config.model.head_shape, (1, self.context)
+        layers = [shape._replace(layer=index) for index in range(self.config.model.num_layers)]
+        counts = [
+            self.config.attention.build(layer).count_pairs(size, routing="sparse")
+            for layer in layers
+        ]
+        if not any(counts):
             return 1.0, "exact", "this geometry evaluates every causal pair"
-        return covered(band, self.context), "exact", f"a band of {band:g} tokens"
+        shares = [1.0 if counted is None else counted[0] / counted[1] for counted in counts]
+        band = geometry.band("sparse")
+        how = "counted" if band is None else f"a band of {band:g} tokens"
+        return sum(shares) / len(shares), "exact", how
 
     @property
     def dense_cache(self) -> float:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model.test_decoder import some_tokens
-from mosar.geometries import VARIANTS, AttentionConfig
+from mosar.geometries import PAPER_VARIANTS, VARIANTS, AttentionConfig
 from mosar.integrations.hf import MosarCache
 from mosar.model.cache import RegimeCache
 
@@ -16,7 +16,8 @@ from .runs import small_model
 
 CASES = [
     (name, routing)
-    for name, attention in VARIANTS.items()
+    for name in (*PAPER_VARIANTS, "dsa", "reformer")
+    for attention in (VARIANTS[name],)
     for routing in (("soft", "top1", "sparse") if attention.geometry == "mosar" else ("soft",))
     if name != "mosar-cost"
 ] + [("fixed-m", "sparse")]

@@ -24,15 +24,17 @@ class DenseLayerCache(LayerCache):
         *,
         key_positions: Tensor | None = None,
         key_valid: Tensor | None = None,
+        notes: Tensor | None = None,
     ) -> Tokens:
         """Appends k, v [B, Hkv, S, D] and returns those of all tokens so far.
 
         key_positions [B, S]: by default tokens count 0, 1, 2, ... over all calls. key_valid [B, S]:
-        False for padding. What comes back has them only where they say something.
+        False for padding. What comes back has them only where they say something. notes [B, E, S]:
+        what else a geometry wants to know of each token later.
         """
         self._check_tokens(k, v, key_positions, key_valid)
         positions = None if key_positions is None else key_positions.long()
-        counted = Tokens(k, v, valid=key_valid, first_slot=self._slots)
+        counted = Tokens(k, v, notes=notes, valid=key_valid, first_slot=self._slots)
         # What a graph is given may be anything.
         self._placed |= key_valid is not None or (
             positions is not None

@@ -18,7 +18,7 @@ from mosar.model.cache.tokens import Tokens, attend_tokens, check_labels
 # A tensor made inside torch.inference_mode cannot be changed outside of it; a cache outlives both.
 outlives_inference_mode = torch.inference_mode(False)
 # Which dimension runs over tokens.
-_AXES = {"k": 2, "v": 2, "labels": 2, "pi": 2, "positions": 1, "valid": 1}
+_AXES = {"k": 2, "v": 2, "labels": 2, "pi": 2, "notes": 2, "positions": 1, "valid": 1}
 
 
 class OrderedKeys:

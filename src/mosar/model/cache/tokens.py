@@ -35,6 +35,8 @@ class Tokens(NamedTuple):
     """[B, S] bool; None: all."""
     first_slot: int = 0
     """How many tokens came before."""
+    notes: Tensor | None = None
+    """[B, E, S], what a geometry notes of each token besides k and v."""
 
     @property
     def num_tokens(self) -> int:

@@ -1,0 +1,116 @@
+"""Reformer, causal: a query reads the keys of its own hash bucket.
+
+    key_j = q_j / |q_j| (no projection of its own), bucket(x) = argmax [x R; -x R] before rotation
+    pair (i, j) exists iff j < i and their buckets agree, and (i, i) at -5e4: only if nothing else
+
+Chunks of sorted tokens, by which the authors bound the cost, let later tokens in; without them the
+softmax over the union of all rounds is their formula.
+
+Shapes: B batch, H heads, T queries, S keys, D head dim, r rounds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mosar.geometries.chunked import Call, Chunk, Chunked, capped, grouped_product, weigh
+from mosar.geometries.geometry import UNROUTED, Attended
+from mosar.geometries.own_settings import OwnSettings, setting
+from mosar.geometries.rope import Rope
+
+_ITSELF = -5e4
+
+
+class Reformer(Chunked, Rope):
+    """RoPE after hashing, keys made of queries; `k_proj` has no use."""
+
+    family = "window"
+    _counted: tuple[float, int] = (0.0, 0)
+    source = "Kitaev et al. 2020 (Reformer)"
+
+    @dataclass(frozen=True, kw_only=True)
+    class Own(OwnSettings):
+        buckets: int = setting(16, least=2)
+        """An even number, whatever the length."""
+        rounds: int = setting(1, least=1)
+        """Hashes; one that agrees is enough."""
+
+    def products(self, position: int) -> float | None:
+        return None
+
+    @property
+    def kept_notes(self) -> int:
+        """Keys and values of every query head, not of the key heads alone."""
+        return 2 * (self.shape.num_heads - self.shape.num_kv_heads) * self.shape.head_dim
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Attended:
+        if q.shape[1] != k.shape[1]:
+            raise ValueError(
+                "keys are made of queries where geometry is 'reformer': give as many, got "
+                f"{q.shape[1]} queries and {k.shape[1]} keys"
+            )
+        v = v.repeat_interleave(q.shape[2] // v.shape[2], dim=2)
+        return super().forward(q, F.normalize(q, dim=-1), v, **options)
+
+    def transform(self, q: Tensor, k: Tensor, at_q: Tensor, at_k: Tensor) -> tuple[Tensor, Tensor]:
+        """Not yet: tokens are hashed first."""
+        return q, k
+
+    def prepare(self, call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Rotated q and k, and the buckets of both, [B, H, r, T] and [B, H, r, S]."""
+        rotations = hash_rotations(
+            self.shape.layer, self.own.rounds, self.own.buckets // 2, self.shape.head_dim
+        ).to(call.q)
+        turned = [
+            self.turn(x.transpose(1, 2), at).transpose(1, 2)
+            for x, at in (
+                (call.q, call.layout.query_positions),
+                (call.k, call.layout.key_positions),
+            )
+        ]
+        labels = []
+        for x in (call.q, call.k):
+            angles = torch.einsum("bhtd,rnd->bhrtn", x, rotations)
+            labels.append(torch.cat([angles, -angles], dim=-1).argmax(dim=-1))
+        if call.q.shape[2] == call.k.shape[2]:
+            # A new text; with a cache further queries are added to it.
+            self._counted = (0.0, 0)
+        return turned[0], turned[1], labels[0], labels[1]
+
+    def attend_chunk(self, call: Call, chunk: Chunk, state: Any) -> Tensor:
+        q, k, labels_q, labels_k = state
+        scores = capped(grouped_product(q[:, :, chunk.queries], k) * call.scale, call.softcap)
+        same = labels_q[..., chunk.queries, None] == labels_k[..., None, :]
+        itself = (chunk.layout.distances() == 0)[:, None]
+        read = chunk.exists & (same.any(dim=2) | itself)
+        if not torch.is_grad_enabled():
+            inside, causal = self._counted
+            exists = chunk.exists.expand(len(q), *chunk.exists.shape[1:])
+            self._counted = inside + int(read.sum()) / q.shape[1], causal + int(exists.sum())
+        logits = scores.masked_fill(itself, _ITSELF).masked_fill(~read, -torch.inf)
+        return weigh(logits, call.v)
+
+    def count_pairs(
+        self,
+        shape: tuple[int, int],
+        *,
+        routing: str = UNROUTED,
+        labels: tuple[Tensor, Tensor] | None = None,
+        segment_ids: Tensor | None = None,
+    ) -> tuple[float, int] | None:
+        """Of the last text without gradients: the pairs follow from its contents."""
+        return self._counted if self._counted[1] else None
+
+
+@lru_cache(maxsize=64)
+def hash_rotations(layer: int, rounds: int, half: int, head_dim: int) -> Tensor:
+    """[rounds, half, D], random but the same in every run, so that a resumed one goes on."""
+    generator = torch.Generator().manual_seed(1_000_003 * (layer + 1))
+    with torch.inference_mode(False), torch.device("cpu"):
+        return torch.randn(rounds, half, head_dim, generator=generator, dtype=torch.float64)
