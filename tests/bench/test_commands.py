@@ -1,15 +1,12 @@
 """What every `mosar bench` does alike: wrong usage, files that fail, labels, interruption."""
 
 import json
-import signal
-import sys
 
 import numpy as np
 import pytest
 
 from mosar.bench.attention import AttentionComparison
 from mosar.records import read_records
-from processes import start, stop, wait_for
 
 ATTENTION = (
     "attention --shapes 4x2x8 --lengths 40,300 --seconds 0.001 --memory none "
@@ -129,18 +126,3 @@ def test_interruption_keeps_what_was_measured(bench, tmp_path, monkeypatch):
     assert result.stderr.splitlines()[-1] == "mosar: stopped after 1 of 2 rows"
     assert "4x2x8" in result.stdout
     assert len(read_records(path)) == 1
-
-
-def test_ctrl_c_ends_with_130(tmp_path):
-    path, lengths = tmp_path / "a.jsonl", ",".join(map(str, range(32, 4000)))
-    words = f"bench attention --lengths {lengths} --shapes 2x1x8 --memory none --seconds 0.001"
-    words += " --competitors ours"
-    process = start([sys.executable, "-m", "mosar", *words.split(), "--json", path])
-    wait_for(lambda: path.exists() and path.read_text().count("\n") >= 1, process)
-    printed, said = stop(process, signal.SIGINT)
-    assert process.returncode == 130, said
-    rows = len(read_records(path))
-    # It may be stopped after a row is measured and before it is written.
-    last = [f"mosar: stopped after {number} of 3968 rows" for number in (rows, rows + 1)]
-    assert said.splitlines()[-1] in last
-    assert "2x1x8" in printed

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch.library import wrap_triton
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from cases import Case
 from kernels.budget import attend, distance_bias, run
+from kernels.test_operators import Recorder, copied
 from mosar import MoSARConfig, Regime, distance_attention, mosar_attention
 from mosar.attention import _choose_implementation
 from mosar.kernels import triton
@@ -34,21 +34,6 @@ CASE = Case(
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
 
 
-class Recorder(TorchDispatchMode):
-    """Keeps the arguments of the last call of each of our operators."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "mosar":
-            self.calls[func] = [
-                x.detach().clone() if isinstance(x, torch.Tensor) else x for x in args
-            ]
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("kind", ["sparse", "soft", "both"])
 def test_opcheck(kind):
     with Recorder() as recorder:
@@ -56,6 +41,7 @@ def test_opcheck(kind):
     names = [operator.name().removeprefix("mosar::triton_") for operator in recorder.calls]
     assert names == [*["plan"] * (kind == "sparse"), "attend", "attend_backward"]
     for operator, arguments in recorder.calls.items():
+        arguments = copied(arguments)
         if operator.name() == "mosar::triton_attend":
             for trained in arguments[:5]:
                 if trained is not None:

@@ -1,5 +1,6 @@
 """Starting real processes, on gloo, and having them do what a test asks."""
 
+import atexit
 import json
 import os
 import socket
@@ -37,7 +38,10 @@ def waiting_processes(number: int):
     streams = {"stdin": subprocess.PIPE, "stderr": errors}
     variables = [place | {"WORLD_SIZE": str(number), "RANK": str(rank)} for rank in range(number)]
     words = [sys.executable, "-m", "training.distributed.worker"]
-    return [start(words, env=environment(**own), **streams) for own in variables], errors
+    processes = [start(words, env=environment(**own), **streams) for own in variables]
+    # What they read comes to its end, and they do.
+    atexit.register(lambda: [process.communicate() for process in processes])
+    return processes, errors
 
 
 def run_jobs(number: int, jobs: list[dict]) -> None:
