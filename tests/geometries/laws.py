@@ -134,6 +134,28 @@ def kerple(case: Case, i: int, j: int) -> Tensor:
     return -power * (1 + rate * (i - j)).log()
 
 
+def fox(case: Case, i: int, j: int) -> Tensor:
+    geometry = case.geometry
+    gate = torch.sigmoid(case.hidden[:, j + 1 : i + 1] @ geometry.weight.T + geometry.bias)
+    return gate.log().sum(dim=1)
+
+
+def ramp(case: Case, span: Tensor, distance: int) -> Tensor:
+    length = case.geometry.own.ramp
+    return ((length + span - distance) / length).clamp(0, 1).log()
+
+
+def adaptive_span(case: Case, i: int, j: int) -> Tensor:
+    geometry = case.geometry
+    return ramp(case, geometry.shape.max_length * geometry.span.clamp(0, 1), i - j)
+
+
+def dynamic_span(case: Case, i: int, j: int) -> Tensor:
+    geometry = case.geometry
+    share = torch.sigmoid(case.hidden[:, i] @ geometry.weight.T + geometry.bias)
+    return ramp(case, geometry.shape.max_length * share, i - j)
+
+
 @cache
 def gates(config: MoSARConfig) -> Tensor:
     """g_mn(d) of distances up to 63, [64, R, R]."""
@@ -415,6 +437,9 @@ LAWS: dict[str, Callable[[Case], Answer]] = {
     "hope-high": pairwise(no_bias, slow_ones_stand),
     "t5": pairwise(t5, plain),
     "kerple": pairwise(kerple, plain),
+    "fox": pairwise(fox, plain),
+    "adaptive-span": pairwise(adaptive_span, rotated),
+    "dynamic-span": pairwise(dynamic_span, rotated),
     "switch": switch,
     "gemma3": pairwise(gemma3, rotated),
     "longformer": pairwise(longformer, rotated),

@@ -139,3 +139,59 @@ def test_kerple_of_power_one_is_alibi():
     q, k, v = known_answers.heads()
     expected = distance_attention(*(x.transpose(1, 2) for x in (q, k, v)), slopes=slopes)
     torch.testing.assert_close(geometry(q, k, v, scale=DIM**-0.5)[0], expected.transpose(1, 2))
+
+
+def forgetting(logits):
+    """Gates whose logits are given: the hidden size is the number of heads."""
+    geometry = build("fox", shape=SHAPE._replace(hidden_size=HEADS))
+    with torch.no_grad():
+        geometry.weight.copy_(torch.eye(HEADS))
+    q, k, v = known_answers.heads()
+    return geometry(q, k, v, scale=DIM**-0.5, hidden=logits)[0]
+
+
+def test_fox_is_the_naive_form_of_flash_linear_attention():
+    found = forgetting(known_answers.gates())
+    torch.testing.assert_close(found, torch.tensor(ANSWERS["fox"]).double(), atol=1e-6, rtol=1e-5)
+
+
+def test_fox_with_constant_gates_is_alibi():
+    slopes = torch.tensor([0.5, 0.0625]).double()
+    q, k, v = (x.transpose(1, 2) for x in known_answers.heads())
+    logits = torch.logit((-slopes).exp()).expand(1, known_answers.LENGTH, HEADS)
+    expected = distance_attention(q, k, v, slopes=slopes).transpose(1, 2)
+    torch.testing.assert_close(forgetting(logits), expected)
+
+
+@pytest.mark.parametrize(("start", "kept"), [(0.0, 0.5), (5.0, 0.9933)])
+def test_fox_starts_at_its_bias(start, kept):
+    geometry = build("fox", gate_bias=start)
+    assert torch.allclose(torch.sigmoid(geometry.bias), torch.tensor(kept).double(), atol=1e-4)
+
+
+def test_a_span_of_zero_is_the_ramp_and_a_full_one_is_rope():
+    q, k, v = known_answers.heads()
+    geometry = build("adaptive-span", ramp=4)
+    out, price = geometry(q, k, v, scale=0.3)
+    at = torch.arange(q.shape[1])[None]
+    turned = geometry.transform(q, k, at, at)
+    weights = ((4 - distances(q.shape[1])) / 4).clamp(0, 1).double()
+    # Weights that are multiplied and normalised again are logits with the logarithm added.
+    exact = torch.softmax(
+        0.3 * torch.einsum("bthd,bshd->bhts", *turned).masked_fill(distances(6) < 0, -1e9), dim=-1
+    )
+    exact = exact * weights
+    exact = exact / exact.sum(dim=-1, keepdim=True)
+    torch.testing.assert_close(out, torch.einsum("bhts,bshd->bthd", exact, v))
+    assert price == 0 and geometry.count_pairs((3, 6)) == (3 * (1 + 2 + 3 + 4 + 4 + 4), 3 * 21)
+    with torch.no_grad():
+        geometry.span.fill_(2.0)  # held at 1
+    out, price = geometry(q, k, v, scale=0.3)
+    torch.testing.assert_close(out, VARIANTS["rope"].build(SHAPE)(q, k, v, scale=0.3)[0])
+    assert price == 1 and geometry.band("native") == 8 + 4 - 1
+
+
+@pytest.mark.parametrize(("ramp", "span"), [(2, 2), (6, 4)])
+def test_dynamic_spans_start_at_the_ramp(ramp, span):
+    geometry = build("dynamic-span", ramp=ramp)
+    assert torch.allclose(8 * torch.sigmoid(geometry.bias), torch.tensor(span).double())

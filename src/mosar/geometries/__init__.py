@@ -10,6 +10,7 @@ from mosar.geometries.alibi import Alibi
 from mosar.geometries.block_selection import BigBird, MoBA
 from mosar.geometries.config import EACH, GEOMETRIES, AttentionConfig
 from mosar.geometries.dsa import DSA
+from mosar.geometries.fox import Forgetting
 from mosar.geometries.geometry import (
     UNROUTED,
     Attended,
@@ -30,6 +31,7 @@ from mosar.geometries.own_settings import OwnSettings, setting
 from mosar.geometries.reformer import Reformer
 from mosar.geometries.rope import HighFrequencyRope, Rope
 from mosar.geometries.score_bias import CoPE, Inkling, Selective
+from mosar.geometries.spans import AdaptiveSpan, DynamicSpan
 from mosar.geometries.switch import Switch
 from mosar.geometries.xpos import XPos
 
@@ -67,6 +69,9 @@ GEOMETRIES.update(
         "hope-high": HighFrequencyRope,
         "t5": T5Bias,
         "kerple": Kerple,
+        "fox": Forgetting,
+        "adaptive-span": AdaptiveSpan,
+        "dynamic-span": DynamicSpan,
         "switch": Switch,
         "gemma3": Gemma3,
         "longformer": Longformer,
@@ -111,6 +116,9 @@ VARIANTS: dict[str, AttentionConfig] = {
     "hope-high": AttentionConfig(geometry="hope-high"),
     "t5": AttentionConfig(geometry="t5"),
     "kerple": AttentionConfig(geometry="kerple"),
+    "fox": AttentionConfig(geometry="fox"),
+    "adaptive-span": AttentionConfig(geometry="adaptive-span", cost_weight=0.006),
+    "dynamic-span": AttentionConfig(geometry="dynamic-span", cost_weight=0.003),
     "switch": AttentionConfig(
         geometry="switch", composition="min", cost_weight=0.01, cost_warmup=500
     ),
