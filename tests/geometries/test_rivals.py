@@ -1,6 +1,7 @@
 """Other systems' positions and biases: their definitions, their limits, and known answers."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -195,3 +196,23 @@ def test_a_span_of_zero_is_the_ramp_and_a_full_one_is_rope():
 def test_dynamic_spans_start_at_the_ramp(ramp, span):
     geometry = build("dynamic-span", ramp=ramp)
     assert torch.allclose(8 * torch.sigmoid(geometry.bias), torch.tensor(span).double())
+
+
+def test_pruning_keeps_what_matters_and_counts_it():
+    """With gates of about a half, and queries that differ, all but e^-10 of the weight is kept."""
+    shape = HeadShape(4, 2, 8, 64, hidden_size=3)
+    geometry, length = build("fox", shape=shape), 120
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, hidden = (
+        torch.randn(2, length, *size, generator=generator, dtype=torch.float64)
+        for size in ((4, 8), (2, 8), (2, 8), (3,))
+    )
+    dense, _ = geometry(q, k, v, scale=0.1, hidden=hidden)
+    assert geometry.count_pairs((2, length)) is None
+    geometry.enter_mode("acp", length)
+    pruned, _ = geometry(q, k, v, scale=0.1, hidden=hidden)
+    kept, causal = geometry.count_pairs((2, length), routing="acp")
+    assert (pruned - dense).abs().max() <= 2 * v.abs().max() * math.exp(-10)
+    assert 0.2 < kept / causal < 0.6 and causal == 2 * length * (length + 1) // 2
+    last, _ = geometry(q[:, :50], k[:, :50], v[:, :50], scale=0.1, hidden=hidden[:, :50])
+    torch.testing.assert_close(last, pruned[:, :50])

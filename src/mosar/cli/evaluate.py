@@ -46,7 +46,7 @@ def evaluate(
         str | None,
         Option(
             help="Ways to execute a model that it was not trained with; rope and p-rope have pi, "
-            "ntk and yarn."
+            "ntk and yarn, fox has acp."
         ),
     ] = None,
     step: Step = None,

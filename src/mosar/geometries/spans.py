@@ -136,6 +136,9 @@ class DynamicSpan(Chunked, Span):
     def finish(self, state: Tensor) -> Tensor:
         return state.mean()
 
+    def products(self, position: int) -> float | None:
+        return None
+
     def count_pairs(
         self,
         shape: tuple[int, int],
