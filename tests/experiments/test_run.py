@@ -16,6 +16,7 @@ from mosar.data.prepare import prepare
 from mosar.errors import TrainingError
 from mosar.experiments import run as experiment_run
 from mosar.experiments import work
+from mosar.experiments.jobs import fitting_jobs
 from mosar.experiments.run import run_experiment
 from mosar.experiments.settings import Axis, ExperimentSettings
 from mosar.experiments.work import duration_text
@@ -203,7 +204,7 @@ def test_another_experiment_or_a_damaged_record_in_the_folder(small, tmp_path):
 def command(dataset, out, *more):
     words = [sys.executable, "-m", "mosar.cli", "reproduce", "--preset", "smoke"]
     words += ["--variants", "rope,mosar", "--data", str(dataset), "--out", str(out)]
-    words += ["--lengths", "1x,2x", "--eval-tokens", "512", "--threads", "1", *more]
+    words += ["--lengths", "1x,2x", "--eval-tokens", "512", "--jobs", "2", *more]
     for change in CHANGES:
         words += ["--set", change]
     return words
@@ -224,6 +225,7 @@ def losses_of(out):
 
 
 def test_killed_and_gone_on_with(small, dataset, tmp_path):
+    """Two cells at a time give what one process gives, and end with their parent."""
     whole, out = tmp_path / "whole", tmp_path / "e"
     run(small("rope", "mosar"), whole)
     # More seeds than it could ever do.
@@ -237,6 +239,44 @@ def test_killed_and_gone_on_with(small, dataset, tmp_path):
     for read in (without_clock, losses_of):
         found, expected = read(out), read(whole)
         assert {name: found[name] for name in expected} == expected
+
+
+def test_stopped_side_by_side(dataset, tmp_path):
+    """One Ctrl-C saves all cells that run."""
+    cells = tmp_path / "e" / "cells"
+    many = ("--set", "train.steps=100000", "--set", "train.eval_every=100000")
+    process = processes.start(command(dataset, tmp_path / "e", *many))
+    both = [cells / f"{variant}-seed0" for variant in ("rope", "mosar")]
+    processes.wait_for(lambda: all(any(c.glob("checkpoints/step-*")) for c in both), process)
+    _, said = processes.stop(process, signal.SIGINT)
+    assert process.returncode == 130 and "stopped and saved; the same command goes on" in said
+    assert "2 at a time" in said and "failed" not in said
+    for cell in both:
+        saved = max(int(p.name[5:]) for p in (cell / "checkpoints").iterdir())
+        assert saved == max(line["step"] for line in read_metrics(cell, "train"))
+        with locked(cell):
+            pass
+
+
+def test_a_cell_that_fails_side_by_side_does_not_stop_the_other(small, tmp_path):
+    settings = small("rope", grid=Axis.parse("train.learning_rate=0.001,1e30"))
+    result = run_experiment(settings, tmp_path / "e", jobs=2, progress=False)
+    (name,) = result.failed
+    assert "1e30" in name and "the gradient is nan" in result.failed[name]
+    assert (tmp_path / "e" / "failures" / f"{name}.json").exists()
+    assert [cell.grid["train.learning_rate"] for cell in result.finished] == ["0.001"]
+
+
+def test_jobs_follow_from_cores_cells_and_memory(small, monkeypatch):
+    settings = small("rope", "mosar", "alibi")
+    cells = settings.cells()
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(8))
+    assert fitting_jobs(settings, cells) == 3 and fitting_jobs(settings, cells[:1]) == 1
+    sizes = {"SC_AVPHYS_PAGES": 2_000_000, "SC_PAGE_SIZE": 1000}
+    monkeypatch.setattr("os.sysconf", sizes.__getitem__)
+    assert fitting_jobs(settings, cells) == 2
+    gpu = small("rope", "mosar", changes=(*CHANGES, "train.device=cuda"))
+    assert fitting_jobs(gpu, gpu.cells()) == 1
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,7 @@ from mosar.cli.options import (
     PredictedTokens,
     Preset,
     Progress,
-    Threads,
     listed,
-    use_threads,
 )
 from mosar.errors import TrainingError, TrainingInterrupted
 
@@ -52,7 +50,20 @@ def reproduce(
     changes: Changes = None,
     lengths: Lengths = "1x,2x,4x",
     eval_tokens: PredictedTokens = None,
-    threads: Threads = None,
+    jobs: Annotated[
+        int | None,
+        Option(
+            min=1,
+            help="Cells that run side by side, a process each; by default as many as there are "
+            "cores and memory for.",
+        ),
+    ] = None,
+    threads: Annotated[
+        int | None,
+        Option(
+            min=1, help="Number of torch threads of each cell; by default they share the cores."
+        ),
+    ] = None,
     progress: Progress = True,
 ) -> None:
     """Run the paper's comparison: train the variants, evaluate them, make the report.
@@ -76,7 +87,6 @@ def reproduce(
     from mosar.geometries import PAPER_VARIANTS
     from mosar.geometries import VARIANTS as ALL_VARIANTS
 
-    use_threads(threads)
     default = Path(DataConfig().folder)
     chosen = PAPER_VARIANTS if variants is None else listed(variants)
     if chosen == ("all",):
@@ -95,7 +105,7 @@ def reproduce(
         print(f"mosar: preparing {default} from Python's standard library", file=sys.stderr)
         prepare(["stdlib"], default, tokenizer=_TOKENIZER, progress=progress)
     try:
-        result = run_experiment(settings, out, progress=progress)
+        result = run_experiment(settings, out, jobs=jobs, threads=threads, progress=progress)
     except TrainingInterrupted as error:
         saved = "stopped and saved; the same command goes on"
         raise TrainingInterrupted(saved, error.signal_number) from None

@@ -12,14 +12,18 @@ evaluations that are done are not done again.
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from mosar.data.manifest import Manifest
 from mosar.errors import TrainingError, TrainingInterrupted
 from mosar.evaluation.evaluate import evaluate
+from mosar.experiments.jobs import fitting_jobs, run_side_by_side
 from mosar.experiments.progress import CellReporter, Display
 from mosar.experiments.record import training_record
 from mosar.experiments.settings import ExperimentSettings
@@ -52,9 +56,17 @@ class ExperimentResult:
 
 
 def run_experiment(
-    settings: ExperimentSettings, out: Path | str, *, progress: bool = True
+    settings: ExperimentSettings,
+    out: Path | str,
+    *,
+    jobs: int | None = 1,
+    threads: int | None = None,
+    progress: bool = True,
 ) -> ExperimentResult:
     """Runs what is missing of the experiment in `out`.
+
+    jobs: cells that run side by side, each in a process of its own; None: as many as fit. threads:
+    of torch in each of them; None: they share the cores.
 
     A TrainingError says why it cannot start; TrainingInterrupted and KeyboardInterrupt stop it,
     and the same call goes on. A folder may grow: the same settings with other variants, more seeds
@@ -66,7 +78,7 @@ def run_experiment(
         _refuse_foreign(out)
         with locked(out):
             _open(settings, out)
-            return _run(settings, out, progress)
+            return _run(settings, out, jobs, threads, progress)
     except OSError as error:
         raise TrainingError(f"{error.filename or out}: {error.strerror or error}") from None
 
@@ -80,25 +92,45 @@ def _refuse_foreign(out: Path) -> None:
         raise TrainingError(f"{out} {what}; give another --out")
 
 
-def _run(settings: ExperimentSettings, out: Path, progress: bool) -> ExperimentResult:
+def _run(
+    settings: ExperimentSettings, out: Path, jobs: int | None, threads: int | None, progress: bool
+) -> ExperimentResult:
     cells = settings.cells()
     finished = [cell for cell in cells if is_finished(settings, cell, out)]
     waiting = [cell for cell in cells if cell not in finished]
-    guess = guess_seconds(settings, waiting, lambda cell: _steps_done(out, cell))
+    jobs = min(fitting_jobs(settings, waiting) if jobs is None else jobs, max(len(waiting), 1))
+    if jobs > 1 and threads is None:
+        threads = max(1, len(os.sched_getaffinity(0)) // jobs)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    guess = guess_seconds(settings, waiting, lambda cell: _steps_done(out, cell)) / jobs
     work = {cell.name: _work(settings, cell) for cell in cells}
     display = Display(sum(work.values()), guess, enabled=progress)
     if finished:
         display.say(f"{len(finished)} of {count_cells(len(cells))} finished already")
     if waiting:
         where = f" on {_named_data(settings.data)}" if settings.reads_text else ""
+        aside = "" if jobs == 1 else f", {jobs} at a time"
         display.say(
-            f"{count_cells(len(waiting))} to run{where}, {duration_text(guess)} on this machine"
+            f"{count_cells(len(waiting))} to run{where}{aside}, {duration_text(guess)} on this "
+            "machine"
         )
     display.skip(sum(work[cell.name] for cell in finished))
+    labelled = [(cell, f"[{cells.index(cell) + 1}/{len(cells)}] {cell.name}") for cell in waiting]
     failed: dict[str, str] = {}
     with display.running():
-        for cell in waiting:
-            number = f"[{cells.index(cell) + 1}/{len(cells)}] {cell.name}"
+        if jobs > 1:
+            failed = run_side_by_side(
+                run_cell, settings, labelled, out, display, jobs=jobs, threads=threads or 1
+            )
+            for cell, number in labelled:
+                if cell.name in failed:
+                    _write_failure(out, cell, failed[cell.name])
+                    display.say(f"{number} failed: {failed[cell.name]}")
+                else:
+                    finished.append(cell)
+            labelled = []
+        for cell, number in labelled:
             before = display.done
             try:
                 run_cell(settings, cell, out, display, number)
