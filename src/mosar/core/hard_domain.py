@@ -8,6 +8,8 @@ keys of a query are one run of the keys of that regime by position, found by bin
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -22,16 +24,13 @@ def build_hard_domain(
     labels_k: Tensor,
     config: MoSARConfig,
     *,
-    window: float | None = None,
-    query_positions: Tensor | None = None,
-    key_positions: Tensor | None = None,
-    key_valid: Tensor | None = None,
-    segment_ids: Tensor | None = None,
     materialize: bool = True,
+    **placement: Any,
 ) -> HardDomain:
     """The support of labels_q [B, T] and labels_k [B, S] (with groups [B, Gr, T], [B, Gr, S]).
 
-    With `materialize=False` only counts and density are computed, in O(n log n).
+    With `materialize=False` only counts and density are computed, in O(n log n). placement:
+    window, positions, key_valid and segment_ids as `resolve_layout` takes them.
     """
     if not isinstance(config, MoSARConfig):
         raise ValueError(f"config must be a MoSARConfig, got {type(config).__name__}")
@@ -49,18 +48,8 @@ def build_hard_domain(
             "labels_q and labels_k must be on one device, "
             f"got {labels_q.device} and {labels_k.device}"
         )
-    batch, num_queries, num_keys = labels_q.shape[0], labels_q.shape[-1], labels_k.shape[-1]
-    layout = resolve_layout(
-        batch,
-        num_queries,
-        num_keys,
-        window=window,
-        query_positions=query_positions,
-        key_positions=key_positions,
-        key_valid=key_valid,
-        segment_ids=segment_ids,
-        device=labels_q.device,
-    )
+    lengths = labels_q.shape[-1], labels_k.shape[-1]
+    layout = resolve_layout(len(labels_q), *lengths, device=labels_q.device, **placement)
     mask = support_mask(labels_q, labels_k, config, layout) if materialize else None
     zeros_q, zeros_k = torch.zeros_like(labels_q), torch.zeros_like(labels_k)
     everything = torch.full((1, 1), torch.inf, dtype=torch.float64)
