@@ -101,6 +101,14 @@ def test_modes_have_records_of_their_own(run):
         evaluate(folder, **QUICK, modes=["acp"])
 
 
+def test_a_mode_that_prunes_has_a_density(run):
+    records = evaluate(run("fox"), **QUICK, routings=["native"], modes=["acp"])
+    dense, pruned = records[2:]
+    # Gates of a half leave e^-10 after (10 + ln 128) / ln 2 = 21 tokens: 0.3 of the pairs.
+    assert dense.density == 1 and 0.27 < pruned.density < 0.35
+    assert pruned.loss == pytest.approx(dense.loss, abs=1e-4)
+
+
 @pytest.mark.parametrize("content", ["", "[]", '{"schema": 99}', "altered"])
 def test_a_damaged_or_altered_record_is_made_again_and_said(run, counted, content, capfd):
     folder = run("rope")

@@ -90,10 +90,6 @@ class Forgetting(Geometry):
     def modes(self) -> tuple[str, ...]:
         return ("acp",)
 
-    def enter_mode(self, mode: str | None, length: int = 0) -> None:
-        super().enter_mode(mode, length)
-        self._counted = (0.0, 0)
-
     def _attend_pruned(
         self,
         q: Tensor,
