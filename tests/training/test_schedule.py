@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mosar.geometries import VARIANTS
+from mosar.geometries import PAPER_VARIANTS
 from mosar.training.config import TrainConfig, resolve_config
 from mosar.training.objective import Objective
 from mosar.training.presets import PRESETS
@@ -41,8 +41,8 @@ def test_learning_rate():
 
 
 def test_cost_weight():
-    """Only mosar-cost has one."""
-    for variant in VARIANTS:
+    """Of the paper's variants only mosar-cost has one."""
+    for variant in PAPER_VARIANTS:
         weight = Objective(config(variant)).cost_weight
         wanted = COST if variant == "mosar-cost" else dict.fromkeys(COST, 0.0)
         assert {step: weight(step) for step in COST} == pytest.approx(wanted, rel=1e-12)

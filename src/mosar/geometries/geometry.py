@@ -307,8 +307,9 @@ class Geometry(nn.Module):
         read = self.keys_read(at, routing)
         if read is None:
             return None
-        times = shape[0] // rows
-        return times * int(read.sum()), times * int((at + 1).sum())
+        times, causal = shape[0] // rows, int((at + 1).sum())
+        # Entries that are no tokens may be more: that is no density above 1.
+        return times * min(int(read.sum()), causal), times * causal
 
     def parameter_parts(self) -> list[ParameterPart]:
         """Its own parameters by kind, as `mosar plan` counts them."""
