@@ -13,6 +13,7 @@ from mosar import MoSARConfig, Regime, __version__
 from mosar.cli import app
 from mosar.data.prepare import prepare
 from mosar.geometries import VARIANTS
+from mosar.lazy import install_line
 from mosar.training.presets import PRESETS
 
 
@@ -175,4 +176,5 @@ def test_missing_matplotlib_names_the_extra(tmp_path, monkeypatch):
     result = draw("--out", tmp_path / "a.png")
     assert result.exit_code == 1
     (line,) = result.stderr.splitlines()
-    assert line.endswith('matplotlib, which is not installed: pip install "mosar[report]"')
+    assert line.endswith(f"matplotlib, which is not installed: {install_line('report')}")
+    assert install_line("report").startswith('pip install "matplotlib>=')

@@ -1,8 +1,19 @@
-"""Names of a package that are loaded on first use, so that importing it stays light."""
+"""Names of a package that are loaded on first use, and how to install what one of them lacks."""
 
 from collections.abc import Callable, Mapping
-from importlib import import_module
+from importlib import import_module, metadata
 from typing import Any
+
+
+def install_line(extra: str) -> str:
+    """The pip command that brings what an extra needs, however mosar itself was installed."""
+    try:
+        declared = metadata.requires("mosar") or []
+    except metadata.PackageNotFoundError:
+        declared = []
+    parts = [line.replace('"', "'").partition(";") for line in declared]
+    needed = [name.strip() for name, _, marker in parts if f"extra == '{extra}'" in marker]
+    return "pip install " + " ".join(f'"{name}"' for name in needed or [f"mosar[{extra}]"])
 
 
 def load_on_use(
@@ -23,7 +34,7 @@ def load_on_use(
             if not needs or (error.name or "").partition(".")[0] != needs.partition("-")[0]:
                 raise
             raise ModuleNotFoundError(
-                f'{name} needs {needs}, which is not installed: pip install "mosar[{extra}]"',
+                f"{name} needs {needs}, which is not installed: {install_line(extra)}",
                 name=error.name,
             ) from None
         value = names[name] = getattr(module, name)

@@ -145,7 +145,7 @@ def test_without_transformers(bench, monkeypatch):
     monkeypatch.setattr(builtins, "__import__", refuse)
     result = bench(TINY, "--lengths", 40)
     assert result.exit_code == 0, result.output
-    assert 'pip install "mosar[hf]"' in result.stdout
+    assert 'pip install "accelerate>=' in result.stdout
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import torch
 
 from mosar.bench.comparison import Unavailable
 from mosar.geometries import VARIANTS
+from mosar.lazy import install_line
 from mosar.model.config import ModelConfig
 from mosar.model.decoder import Decoder
 from mosar.training.config import RunConfig
@@ -56,7 +57,7 @@ def _transformers() -> Any:
     try:
         import transformers
     except ImportError as error:
-        raise Unavailable(f'needs transformers ({error}): pip install "mosar[hf]"') from None
+        raise Unavailable(f"needs transformers ({error}): {install_line('hf')}") from None
     return transformers
 
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from mosar.errors import MosarError, TrainingInterrupted
+from mosar.lazy import install_line
 from mosar.version import __version__
 
 app = typer.Typer(
@@ -72,7 +73,7 @@ def failures_as_lines(stopped: str) -> Iterator[None]:
         if package not in _EXTRAS:
             raise
         missing = f"this needs {package}, which is not installed"
-        raise _end(1, f'error: {missing}: pip install "mosar[{_EXTRAS[package]}]"') from None
+        raise _end(1, f"error: {missing}: {install_line(_EXTRAS[package])}") from None
 
 
 def _end(exit_code: int, line: str) -> typer.Exit:

@@ -20,6 +20,7 @@ from typing import Any
 
 from mosar.errors import DataError
 from mosar.files import parse_json
+from mosar.lazy import install_line
 
 PIECE_LENGTH = 1 << 18
 """Characters of a piece at most."""
@@ -27,7 +28,6 @@ PIECE_LENGTH = 1 << 18
 _BLOCK_BYTES = 1 << 18
 _PARQUET_ROWS = 64
 _SURROGATES = re.compile("[\ud800-\udfff]")
-_INSTALL = 'pip install "mosar[data]"'
 
 
 @dataclass
@@ -172,7 +172,9 @@ def parquet_documents(path: Path, text_field: str, report: ReadReport) -> Iterat
         import pyarrow
         from pyarrow import parquet
     except ModuleNotFoundError:
-        raise DataError(f"{path}: parquet needs pyarrow, which is missing: {_INSTALL}") from None
+        raise DataError(
+            f"{path}: parquet needs pyarrow, which is missing: {install_line('data')}"
+        ) from None
     rows = 0
     try:
         with _reading(path), parquet.ParquetFile(path) as file:
@@ -201,7 +203,9 @@ def hf_documents(spec: str, text_field: str) -> Iterator[Document]:
     try:
         import datasets
     except ModuleNotFoundError:
-        raise DataError(f"{spec} needs datasets, which is missing: {_INSTALL}") from None
+        raise DataError(
+            f"{spec} needs datasets, which is missing: {install_line('data')}"
+        ) from None
     # Five attempts to reach the hub are ten lines of warnings; what matters is said below.
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     try:

@@ -13,6 +13,7 @@ import numpy as np
 
 from mosar.data.manifest import MANIFEST, TOKENIZER, Manifest, TokenizerEntry
 from mosar.errors import DataError
+from mosar.lazy import install_line
 
 END_OF_TEXT = "<|endoftext|>"
 # What the end of a document is called in the tokenizer files of others.
@@ -193,6 +194,6 @@ def _tokenizers() -> Any:
         import tokenizers.trainers
     except ModuleNotFoundError:
         raise DataError(
-            'only the byte tokenizer works without tokenizers: pip install "mosar[data]"'
+            f"only the byte tokenizer works without tokenizers: {install_line('data')}"
         ) from None
     return tokenizers

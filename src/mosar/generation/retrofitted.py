@@ -14,6 +14,7 @@ from mosar.attention import ROUTINGS
 from mosar.core.hard_domain import build_hard_domain
 from mosar.errors import ModelError, needing
 from mosar.generation.source import Source
+from mosar.lazy import install_line
 from mosar.model.generation import MeasuredReader
 from mosar.model.label_log import LabelLog
 
@@ -26,7 +27,7 @@ def open_retrofitted(folder: Path, routing: str | None) -> Source:
     chosen = "sparse" if routing is None else routing
     if chosen not in known:
         raise ValueError(f"routing must be one of {', '.join(known)}; got {chosen!r}")
-    with needing("transformers", 'a retrofitted model needs transformers: pip install "mosar[hf]"'):
+    with needing("transformers", f"a retrofitted model needs transformers: {install_line('hf')}"):
         from mosar.integrations.retrofit import load_retrofitted
     try:
         attached = load_retrofitted(folder)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mosar.errors import TrainingError
+from mosar.lazy import install_line
 from mosar.training.config import RunConfig
 
 FOLDER = "tensorboard"
@@ -53,5 +54,5 @@ def check_tensorboard(config: RunConfig) -> None:
     except ModuleNotFoundError as error:
         raise TrainingError(
             f"train.tensorboard needs the package tensorboard ({error}): "
-            'pip install "mosar[tensorboard]", or set train.tensorboard=false'
+            f"{install_line('tensorboard')}, or set train.tensorboard=false"
         ) from None

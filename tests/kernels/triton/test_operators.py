@@ -221,6 +221,6 @@ def test_where_it_cannot_run():
     )
     refusal = "impl='triton' cannot serve: {}; use impl='auto'"
     assert done.stdout.splitlines() == [
-        refusal.format('it needs Triton, which is not installed: pip install "mosar[gpu]"'),
+        refusal.format("it needs Triton, which is not installed: pip install triton"),
         refusal.format("it runs on a GPU, and q is on cpu"),
     ], done.stderr

@@ -8,6 +8,8 @@ model.set_routing("sparse")
 from contextlib import suppress
 from importlib import import_module
 
+from mosar.lazy import install_line
+
 try:
     from transformers import (
         AutoConfig,
@@ -20,7 +22,7 @@ except ModuleNotFoundError as error:
     if (error.name or "").partition(".")[0] != "transformers":
         raise
     raise ModuleNotFoundError(
-        'this needs transformers, which is not installed: pip install "mosar[hf]"', name=error.name
+        f"this needs transformers, which is not installed: {install_line('hf')}", name=error.name
     ) from None
 
 from mosar.integrations.hf.cache import MosarCache

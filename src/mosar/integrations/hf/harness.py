@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from mosar.errors import needing
 from mosar.integrations.hf.folders import load_model
 from mosar.integrations.hf.model import MosarForCausalLM
+from mosar.lazy import install_line
 
 _MODULES = ("lm_eval", "lm_eval.models.huggingface", "lm_eval.tasks")
 
@@ -39,7 +40,7 @@ def evaluate_tasks(
     the evaluation, then put back. max_length: the longest input, by default the training length.
     limit: examples of each task. options: those of `simple_evaluate`.
     """
-    missing = 'this needs lm_eval, which is not installed: pip install "mosar[harness]"'
+    missing = f"this needs lm_eval, which is not installed: {install_line('harness')}"
     with needing("lm_eval", missing):
         harness, models, managers = map(import_module, _MODULES)
     if not isinstance(model, MosarForCausalLM):

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from mosar.errors import ModelError
 from mosar.integrations.quiet import quiet
+from mosar.lazy import install_line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +111,7 @@ def load_base(
             model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **options)
             reader = AutoTokenizer.from_pretrained(name, **options) if tokenizer else None
     except ImportError as error:
-        advice = '; pip install "gguf" "accelerate"' if "gguf_file" in options else ""
+        advice = f"; {install_line('gguf')}" if "gguf_file" in options else ""
         raise ModelError(f"cannot load {source}: {_one_line(error)}{advice}") from None
     # Whatever the hub, a file format or a configuration can raise: there is no common class.
     except Exception as error:

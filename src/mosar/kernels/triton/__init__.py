@@ -48,7 +48,7 @@ def _kept_machine_obstacle(device: str) -> str | None:
     except ImportError as error:
         if (error.name or "").partition(".")[0] != "triton":
             raise
-        return 'it needs Triton, which is not installed: pip install "mosar[gpu]"'
+        return "it needs Triton, which is not installed: pip install triton"
     if is_interpreted():
         return None
     if not device.startswith("cuda"):
