@@ -56,7 +56,7 @@ def test_each_json_line_is_a_document(tmp_path, name):
 @pytest.mark.parametrize("package", ["pyarrow", "datasets", "tokenizers"])
 def test_a_missing_package_names_the_extra(tmp_path, monkeypatch, package):
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(DataError, match='pip install "datasets>=.*"pyarrow>=.*"tokenizers>='):
+    with pytest.raises(DataError, match=r'pip install "datasets>=.*"pyarrow>=.*"tokenizers>='):
         if package == "tokenizers":
             train_bpe(["text"], 300)
         else:

@@ -44,8 +44,6 @@ class LayerRouting(NamedTuple):
 
     query: RouterOutput
     key: RouterOutput
-    discarded: Tensor | None = None
-    """The expected discarded mass, where the objective wants it: a scalar."""
 
     @property
     def labels(self) -> tuple[Tensor, Tensor]:
@@ -72,6 +70,12 @@ class LayerRouting(NamedTuple):
         if pi_q.dim() == 3:
             pi_q, pi_k = pi_q[:, None], pi_k[:, None]
         return replace(bias, learned=RoutingToLearn(pi_q, pi_k, queries))
+
+
+class RoutingWithMass(LayerRouting):
+    """With the expected discarded mass, which the objective may want: a scalar."""
+
+    discarded: Tensor
 
 
 def regime_shares(layers: Sequence[LayerRouting]) -> Tensor:

@@ -21,7 +21,7 @@ from mosar.core.losses import (
     expected_discarded_mass,
     normalized_reach_cost,
 )
-from mosar.core.outputs import regime_shares
+from mosar.core.outputs import RoutingWithMass, regime_shares
 from mosar.core.routers import PostPositionRouter
 from mosar.geometries.config import EACH, AttentionConfig
 from mosar.geometries.geometry import Attended, HeadShape, LayerRouting, ParameterPart
@@ -188,7 +188,8 @@ class MoSAR(Rope):
                 queries=self._sampled_queries(q.shape[2], q.device),
                 **options,
             )
-            routed = routed._replace(discarded=mass)
+            routed = RoutingWithMass(*routed)
+            routed.discarded = mass
         return self.attend_routed(q, k, v, bias, **options), routed
 
     def _sampled_queries(self, num_queries: int, device: torch.device) -> Tensor | None:

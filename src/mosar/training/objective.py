@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mosar.core.losses import warmed_up
-from mosar.core.outputs import regime_shares
+from mosar.core.outputs import RoutingWithMass, regime_shares
 from mosar.geometries import MoSAR
 from mosar.model.decoder import Decoder
 from mosar.training.config import RunConfig
@@ -94,7 +94,7 @@ class Objective:
             price = geometry.price(basis)
         # A weight of 0 leaves the geometry to the language model's loss alone, bit for bit.
         loss = lm_loss + weight * price if weight else lm_loss
-        masses = [layer.discarded for layer in output.routings if layer.discarded is not None]
+        masses = [r.discarded for r in output.routings if isinstance(r, RoutingWithMass)]
         if masses:
             mass_weight = warmed_up(self.mass_weight_end, self.cost_warmup, step)
             loss = loss + mass_weight * torch.stack(masses).mean()
