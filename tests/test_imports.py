@@ -58,6 +58,12 @@ MAY_IMPORT = {
         *("mosar.geometries", "mosar.integrations", "mosar.model"),
         *("mosar.evaluation.choices", "mosar.evaluation.loaded_run"),
     },
+    "microscope": {
+        *("torch", "numpy", "jinja2", "mosar.core", "mosar.generation", "mosar.geometries"),
+        *("mosar.evaluation.discarded_mass", "mosar.integrations.retrofit", "mosar.microscope"),
+        # The colours, style and policy of the report's page, never a report.
+        *("mosar.model", "mosar.report.assets", "mosar.report.palette"),
+    },
     "planning": {
         *("torch", "rich", "mosar.core", "mosar.geometries", "mosar.planning", "mosar.records"),
         # What a run is configured with and what its folder holds, never how it is trained.

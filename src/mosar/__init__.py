@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from mosar.core.routers import PostPositionRouter, forced_routing, top1_routing
     from mosar.core.worth_field import WorthField
     from mosar.integrations.retrofit.entry import retrofit
+    from mosar.microscope.look import look
 
 __all__ = [
     "MoSARConfig",
@@ -30,6 +31,7 @@ __all__ = [
     "build_hard_domain",
     "distance_attention",
     "forced_routing",
+    "look",
     "mosar_attention",
     "normalized_reach_cost",
     "pair_geometry",
@@ -47,6 +49,7 @@ _MODULE_OF = {
     "build_hard_domain": "core.hard_domain",
     "distance_attention": "attention",
     "forced_routing": "core.routers",
+    "look": "microscope.look",
     "mosar_attention": "attention",
     "normalized_reach_cost": "core.losses",
     "pair_geometry": "core.regimes",

@@ -7,7 +7,7 @@ Heavy modules are imported inside the commands, so that help is immediate.
 
 # A module adds its command when it is imported; help lists them in this order.
 from mosar.cli import prepare, train, consolidate, retrofit, evaluate, reproduce, report
-from mosar.cli import plan, variants, generate, export, import_model, figure, bench
+from mosar.cli import plan, variants, look, generate, export, import_model, figure, bench
 from mosar.cli.app import app
 
 __all__ = ["app", "main"]

@@ -10,7 +10,7 @@ Shapes: B windows, H heads, T queries.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -66,24 +66,41 @@ class MassTally:
         }
 
 
+# Called with a layer's geometry, its q [B, H, T, D], k, v [B, K, S, D] after their positions, what
+# its routers chose, and the operators' options.
+Watcher = Callable[[MoSAR, Tensor, Tensor, Tensor, LayerRouting, dict[str, Any]], None]
+
+
 @contextmanager
 def watching(geometries: list[MoSAR], tallies: list[MassTally]) -> Iterator[None]:
     """While it lasts, what the geometries attend to is measured; what they return is the same."""
-    with ExitStack() as stack:
-        for geometry, tally in zip(geometries, tallies, strict=True):
-            stack.enter_context(_watching_one(geometry, tally))
+    tally_of = dict(zip(geometries, tallies, strict=True))
+
+    def measure(geometry: MoSAR, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> None:
+        tally_of[geometry].add(discarded_mass(geometry, q, k, v, *rest))
+
+    with watching_attention(geometries, measure):
         yield
 
 
 @contextmanager
-def _watching_one(geometry: MoSAR, tally: MassTally) -> Iterator[None]:
+def watching_attention(geometries: Sequence[MoSAR], watcher: Watcher) -> Iterator[None]:
+    """While it lasts, `watcher` is called after each layer has attended."""
+    with ExitStack() as stack:
+        for geometry in geometries:
+            stack.enter_context(_watching_one(geometry, watcher))
+        yield
+
+
+@contextmanager
+def _watching_one(geometry: MoSAR, watcher: Watcher) -> Iterator[None]:
     attend_layer = geometry.attend
 
     def watched(q: Tensor, k: Tensor, v: Tensor, *, routing: Routing, **options: Any) -> Attended:
         out, routed = attend_layer(q, k, v, routing=routing, **options)
         assert isinstance(routed, LayerRouting)
         options.pop("hidden", None)
-        tally.add(discarded_mass(geometry, q, k, v, routed, options))
+        watcher(geometry, q, k, v, routed, options)
         return out, routed
 
     # On the instance alone: the class and every other model stay as they are.

@@ -5,18 +5,16 @@ page.html is its template, which escapes whatever it is given but pictures and t
 
 from __future__ import annotations
 
-import base64
-import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from importlib.resources import files
 from itertools import groupby
 from typing import Any, NamedTuple
 
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
+from mosar.report.assets import content_policy, read_asset
 from mosar.report.charts import Bars, Chart
 from mosar.report.comparison import Comparison
 from mosar.report.diagram import Diagram
@@ -49,12 +47,13 @@ def render_page(
 
     `figures` are the names of the files that were made with it.
     """
-    style, script = (_asset(name) for name in ("page.css", "page.js"))
+    style = read_asset("page.css")
+    script = read_asset("theme.js") + read_asset("page.js")
     environment = Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
     )
     environment.filters |= {"colour": colour}
-    template = environment.from_string(str(_asset("page.html")))
+    template = environment.from_string(str(read_asset("page.html")))
     page = template.render(
         name=c.experiment.name,
         abstract=abstract(c),
@@ -72,36 +71,10 @@ def render_page(
         words={"rule": RULE, "decided": DECIDED, "verdicts": VERDICTS, "signs": _SIGNS},
         style=style,
         script=script,
-        policy=_policy(style, script),
+        policy=content_policy(style, script),
     )
     # Macros leave empty lines.
     return page.lstrip() + "\n"
-
-
-def _asset(name: str) -> Markup:
-    """A file of the package: the page's own template, style or script."""
-    return Markup(files("mosar.report").joinpath(name).read_text(encoding="utf-8"))
-
-
-def _policy(*sources: Markup) -> str:
-    """Nothing is fetched and no script runs but the page's own, whatever a record says."""
-    style, script = (
-        f"'sha256-{base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()}'"
-        for source in sources
-    )
-    return "; ".join(
-        [
-            "default-src 'none'",
-            f"script-src {script}",
-            "require-trusted-types-for 'script'",
-            f"style-src {style}",
-            # Colours of series, and what matplotlib writes.
-            "style-src-attr 'unsafe-inline'",
-            "img-src data:",
-            "base-uri 'none'",
-            "form-action 'none'",
-        ]
-    )
 
 
 def _rows(section: Section) -> list[tuple[bool, list[Any]]]:

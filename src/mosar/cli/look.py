@@ -1,0 +1,71 @@
+"""`mosar look`: a page that shows what every token of a text chose."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, Option
+
+from mosar.cli.app import command
+from mosar.cli.options import (
+    MovedData,
+    Progress,
+    Step,
+    Threads,
+    check_folder_of,
+    use_threads,
+    write_file,
+)
+
+
+@command("look")
+def look(
+    model: Annotated[
+        Path,
+        Argument(
+            help="A run folder of mosar train, a folder of mosar export, or a retrofitted model.",
+            show_default=False,
+        ),
+    ],
+    text: Annotated[str, Option(help="A file with the text; - reads stdin.")],
+    out: Annotated[Path, Option(help="The page to write.")] = Path("look.html"),
+    tokens: Annotated[
+        int, Option(min=1, max=1 << 16, help="How much of the text is read at most.")
+    ] = 4096,
+    step: Step = None,
+    data: MovedData = None,
+    threads: Threads = None,
+    progress: Progress = True,
+) -> None:
+    """Show what every token of a text chose: one page, with text, map, attention and savings.
+
+    The page needs nothing else and no network. Attention is stored for the largest shares alone;
+    no tensor of tokens x tokens is made.
+
+    Example: mosar look runs/mosar --text article.txt --out look.html
+    """
+    from mosar.evaluation.progress import length_progress, say
+    from mosar.generation.source import open_source
+    from mosar.microscope.look import look as look_at
+
+    check_folder_of(out)
+    content = _read(text)
+    use_threads(threads)
+    source = open_source(model, step=step, data=data)
+    layers = len(source.reader.label_logs)
+    with length_progress(f"{model.name}: layers", layers, enabled=progress) as advance:
+        seen = look_at(source, content, name=model.name, max_tokens=tokens, advance=advance)
+    for note in seen.notes:
+        say(note)
+    write_file(out, seen.to_html().encode())
+    print(f"The page: {out}")
+
+
+def _read(text: str) -> bytes:
+    if text != "-":
+        return Path(text).read_bytes()
+    if sys.stdin is None:
+        raise ValueError("--text - reads stdin, which is closed")
+    return sys.stdin.buffer.read()

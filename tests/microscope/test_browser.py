@@ -1,0 +1,145 @@
+"""The microscope's page in a real browser: what it shows is what was computed."""
+
+import pytest
+import torch
+
+import mosar
+from microscope.models import make_decoder
+from mosar.data.tokenizer import ByteTokenizer
+from mosar.microscope.page import percent
+from report.conftest import browser  # noqa: F401
+
+TEXT = (
+    "<script>window.ran = 1</script><img src=x onerror='window.ran=1'> </script>&amp; "
+    "{{ 7 * 7 }} naïve שלום\n\tlast 漢 line\u202e\x00 ends.\n"
+)
+
+
+@pytest.fixture(scope="module")
+def seen():
+    return mosar.look(make_decoder(), TEXT, tokenizer=ByteTokenizer(), name="<b>small</b>")
+
+
+@pytest.fixture
+def tab(browser, seen, tmp_path):  # noqa: F811
+    """The page, fresh; afterwards it must have had no error and have asked for nothing."""
+    path = seen.save(tmp_path / "look.html")
+    browser.open(path)
+    browser.wait("document.documentElement.dataset.ready === 'true'")
+    yield browser
+    assert browser.errors == []
+    assert browser.requests == [path.absolute().as_uri()]
+
+
+def choose(tab, name, value):
+    tab.evaluate(
+        f"(() => {{ const e = document.getElementById('{name}'); e.value = {value};"
+        " e.dispatchEvent(new Event('change')) })()"
+    )
+
+
+def shown(tab):
+    """The facts of the panel, and the keys that it lists on either side with their shares."""
+    return tab.evaluate(
+        "({facts: Object.fromEntries([...document.querySelectorAll('[data-fact]')]"
+        ".map(e => [e.dataset.fact, e.textContent])),"
+        "...Object.fromEntries(['inside', 'outside'].map(side => [side, [...document"
+        ".querySelectorAll(`[data-side=${side}] button`)].map(e => [+e.dataset.key,"
+        " parseFloat(e.querySelector('em').textContent)])])),"
+        "here: [...document.querySelectorAll('#text .here')].map(e => +e.dataset.i)})"
+    )
+
+
+def check_numbers(tab, seen, layer, token):
+    view, panel = seen.views[layer], shown(tab)
+    outside = float(view.outside[0, token])
+    assert panel["here"] == [token]
+    assert panel["facts"] == {
+        "reads": str(int(view.reads[0, token])),
+        "inside": percent(1 - outside),
+        "outside": percent(outside),
+    }
+    for side, largest in (("inside", view.inside_largest), ("outside", view.outside_largest)):
+        expected = {
+            token - int(d): 100 * float(s)
+            for d, s in zip(largest.distance[0, token], largest.share[0, token], strict=True)
+            if s > 0
+        }
+        assert len(panel[side]) <= (12 if side == "inside" else 6)
+        for key, share in panel[side]:
+            # 255 steps of the root, then rounded to what is shown.
+            assert share == pytest.approx(expected[key], abs=0.5 if expected[key] > 9 else 0.2)
+    listed = {key for key, _ in panel["inside"]}
+    assert int(token - view.inside_largest.distance[0, token, 0]) in listed
+
+
+def test_numbers_are_those_of_python(tab, seen):
+    tab.evaluate("document.querySelector('#text [data-i=\"60\"]').click()")
+    choose(tab, "layer", 1)
+    check_numbers(tab, seen, 1, 60)
+    tab.evaluate("document.getElementById('text').focus()")
+    tab.press("ArrowRight")
+    check_numbers(tab, seen, 1, 61)
+    tab.press("End")
+    choose(tab, "layer", 0)
+    check_numbers(tab, seen, 0, len(seen.pieces) - 1)
+    tab.press("ArrowUp")
+    (above,) = shown(tab)["here"]
+    assert 0 < above < len(seen.pieces) - 1
+    tab.press("Escape")
+    assert shown(tab)["here"] == []
+
+
+def test_colours_follow_role_and_layer(tab, seen):
+    def colours():
+        return tab.evaluate(
+            "[...document.querySelectorAll('#text span')].map(e => e.style.getPropertyValue('--l'))"
+        )
+
+    choose(tab, "layer", 1)
+    for role in (0, 1):
+        tab.evaluate(f"document.querySelector('[data-role=\"{role}\"]').click()")
+        labels = seen.labels[1, role, 0].tolist()
+        # One colour for each regime, and another one for every other regime.
+        assert len(set(zip(labels, colours(), strict=True))) == len(set(labels)) == 3
+        assert len(set(colours())) == 3
+
+
+def test_the_map_leads_to_the_text(tab, seen):
+    box = tab.evaluate(
+        "(() => { const c = document.querySelector('#map canvas'); "
+        "c.scrollIntoView({block: 'center', behavior: 'instant'});"
+        " const b = c.getBoundingClientRect(); return [b.left, b.top, b.width, b.height] })()"
+    )
+    length = len(seen.pieces)
+    x, y = box[0] + box[2] * 20.5 / length, box[1] + box[3] * 0.75
+    tab.move(x, y)
+    tab.wait("document.getElementById('tip').textContent.includes('position 20, layer 1')")
+    assert tab.evaluate("document.querySelector('#text .hover').dataset.i") == "20"
+    tab.evaluate(
+        "document.querySelector('#map canvas').dispatchEvent(new MouseEvent('click', "
+        f"{{clientX: {x}, clientY: {y}}}))"
+    )
+    check_numbers(tab, seen, 1, 20)
+    tab.evaluate("document.getElementById('map').focus()")
+    tab.press("ArrowUp")
+    check_numbers(tab, seen, 0, 20)
+
+
+def test_text_stays_text(tab, seen):
+    assert tab.evaluate("'ran' in window") is False
+    assert tab.evaluate("document.querySelector('h1').textContent") == "<b>small</b>"
+    assert tab.evaluate("document.querySelectorAll('#text *:not(span):not(s)').length") == 0
+    # Signs stand for what cannot be seen; all else is the text itself.
+    plain = "[...document.querySelectorAll('#text s')].forEach(e => e.remove())"
+    tab.evaluate(plain)
+    text = tab.evaluate("document.getElementById('text').textContent")
+    assert text == TEXT.replace("\u202e", "").replace("\x00", "")
+    assert torch.tensor(seen.tokens).shape == (len(TEXT.encode()),)
+
+
+def test_it_fits_a_phone_and_the_dark(tab):
+    tab.resize(360, 740)
+    tab.prefer(dark=True)
+    assert tab.evaluate("document.documentElement.scrollWidth") <= 360
+    assert tab.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(17, 20, 26)"
