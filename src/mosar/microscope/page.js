@@ -1,7 +1,9 @@
 "use strict";
 (async () => {
   const data = JSON.parse(document.getElementById("data").textContent);
-  const { pieces, regimes, reach, sinks, windows, layers: L, groups: G, length: T } = data;
+  const { pieces, regimes, sinks, layers: L, groups: G, length: T } = data;
+  // null is boundless.
+  const reach = data.reach.map((row) => row.map((most) => most ?? Infinity)), windows = data.windows.map((most) => most ?? Infinity);
   const $ = (id) => document.getElementById(id);
   const element = (name, text, className) => {
     const made = document.createElement(name);
@@ -24,11 +26,6 @@
     const at = 2 * row(l, g, i);
     return ((roots[at] + 256 * roots[at + 1]) / 65535) ** 2;
   };
-  const keyClass = (l, g, j) => (j < sinks ? regimes.length : label(l, 1, g, j));
-  function mayRead(l, g, i, j) {
-    const most = reach[label(l, 0, g, i)][keyClass(l, g, j)];
-    return i >= j && (windows[l] === null || i - j <= windows[l]) && (most === null || i - j <= most);
-  }
   const state = { role: 0, layer: -1, group: -1, token: -1 };
   const chosenLayers = () => (state.layer < 0 ? [...Array(L).keys()] : [state.layer]);
   const chosenGroups = () => (state.group < 0 ? [...Array(G).keys()] : [state.group]);
@@ -88,7 +85,8 @@
   $("legend").append(...regimes.map((regime, m) => {
     const key = element("span", undefined, "key");
     paint(key, m);
-    key.append(element("i"), m === regimes.length - 1 ? `${regime.name}: all, among themselves` : `${regime.name}: ${number(regime.reach)}`);
+    const name = regime.name === String(regime.reach) ? "" : `${regime.name}: `;
+    key.append(element("i"), m === regimes.length - 1 ? `${name}all, among themselves` : `${name}reach ${number(regime.reach)}`);
     return key;
   }));
 
@@ -102,7 +100,23 @@
   for (const button of roles) button.addEventListener("click", () => { state.role = Number(button.dataset.role); draw(); });
 
   function shade() {
-    for (const [i, span] of spans.entries()) paint(span, mean((l, g) => label(l, state.role, g, i)));
+    const sums = new Float64Array(T), chosen = chosenLayers().flatMap((l) => chosenGroups().map((g) => ((l * 2 + state.role) * G + g) * T));
+    for (const start of chosen) for (let i = 0; i < T; i += 1) sums[i] += labels[start + i];
+    for (const [i, span] of spans.entries()) paint(span, sums[i] / chosen.length);
+  }
+  /** Of token i: how many keys it may read in each (layer, group), and the share of those chosen that read each key. */
+  function support(i) {
+    const counts = new Float64Array(L * G), share = new Float64Array(T), layers = new Set(chosenLayers()), groups = new Set(chosenGroups());
+    const weight = 1 / (layers.size * groups.size);
+    for (let l = 0; l < L; l += 1) for (let g = 0; g < G; g += 1) {
+      const most = reach[label(l, 0, g, i)], start = ((l * 2 + 1) * G + g) * T, chosen = layers.has(l) && groups.has(g);
+      for (let j = Math.max(0, i - windows[l]); j <= i; j += 1) {
+        if (i - j > most[j < sinks ? regimes.length : labels[start + j]]) continue;
+        counts[l * G + g] += 1;
+        if (chosen) share[j] += weight;
+      }
+    }
+    return { counts, share };
   }
   /** The largest shares of token i on one side, summed over what is chosen: [key, share], falling. */
   function entries(side, i) {
@@ -113,19 +127,14 @@
     }
     return [...found].sort((a, b) => b[1] - a[1] || a[0] - b[0]).slice(0, side ? 6 : 12);
   }
-  function countRead(l, g, i) {
-    let count = 0;
-    for (let j = 0; j <= i; j += 1) count += mayRead(l, g, i, j);
-    return count;
-  }
+  let seen = null;
   function mark() {
     const i = state.token;
+    seen = i < 0 ? null : support(i);
     text.classList.toggle("chosen", i >= 0);
     for (const [j, span] of spans.entries()) {
       span.classList.remove("here", "reads", "drops");
-      if (i < 0) continue;
-      const share = j > i ? 0 : mean((l, g) => mayRead(l, g, i, j));
-      span.style.setProperty("--o", (0.22 + 0.78 * share).toFixed(3));
+      if (seen) span.style.setProperty("--o", (0.22 + 0.78 * seen.share[j]).toFixed(2));
     }
     if (i < 0) return;
     spans[i].classList.add("here");
@@ -164,7 +173,7 @@
     }
     const where = `${state.layer < 0 ? "all layers" : `layer ${state.layer}`}${G === 1 ? "" : state.group < 0 ? ", all groups" : `, group ${state.group}`}`;
     const facts = element("dl", undefined, "facts");
-    fact(facts, "keys it may read", number(mean((l, g) => countRead(l, g, i))), "reads");
+    fact(facts, "keys it may read", number(mean((l, g) => seen.counts[l * G + g])), "reads");
     fact(facts, "keys before it, and itself", number(i + 1));
     fact(facts, "attention inside its support", percent(1 - mean((l, g) => outside(l, g, i))), "inside");
     fact(facts, "attention outside", percent(mean((l, g) => outside(l, g, i))), "outside");
@@ -181,7 +190,7 @@
         line.insertCell().append(cells);
       }
       const average = (f) => all.reduce((sum, g) => sum + f(g), 0) / G;
-      line.append(element("td", number(average((g) => countRead(l, g, i)))), element("td", percent(average((g) => outside(l, g, i)))));
+      line.append(element("td", number(average((g) => seen.counts[l * G + g]))), element("td", percent(average((g) => outside(l, g, i)))));
       line.addEventListener("click", () => { state.layer = l === state.layer ? -1 : l; draw(); });
     }
     panel.replaceChildren(
@@ -196,14 +205,18 @@
   const canvas = $("map").querySelector("canvas"), cross = $("cross"), rows = L * G;
   const dark = () => Number(getComputedStyle(document.documentElement).colorScheme === "dark" || (!document.documentElement.dataset.theme && matchMedia("(prefers-color-scheme: dark)").matches));
   function drawMap() {
-    canvas.width = T; canvas.height = rows;
+    // Whole pixels down, so that rows stay apart when positions are squeezed; a line between layers.
+    const height = Math.max(4, Math.min(30, Math.round(400 / rows)));
+    canvas.width = T; canvas.height = rows * height;
     canvas.classList.toggle("many", T > 1600);
-    canvas.style.height = `${Math.max(80, Math.min(560, rows * Math.max(6, Math.min(22, 400 / rows))))}px`;
-    const context = canvas.getContext("2d"), image = context.createImageData(T, rows), shown = dark();
+    canvas.style.height = `${canvas.height}px`;
+    const context = canvas.getContext("2d"), image = context.createImageData(T, canvas.height), shown = dark();
     const colours = regimes.map((_, m) => mixed(m, shown));
-    for (let r = 0; r < rows; r += 1) for (let i = 0; i < T; i += 1) {
-      const colour = colours[label(Math.floor(r / G), state.role, r % G, i)], at = 4 * (r * T + i);
-      image.data.set([...colour, 255], at);
+    const pixels = new Uint32Array(image.data.buffer), packedColours = colours.map(([r, g, b]) => ((255 << 24) | (b << 16) | (g << 8) | r) >>> 0);
+    for (let r = 0; r < rows; r += 1) {
+      const last = G > 1 && r % G === G - 1, first = r * height * T;
+      for (let i = 0; i < T; i += 1) pixels[first + i] = packedColours[label(Math.floor(r / G), state.role, r % G, i)];
+      for (let y = 1; y < height - last; y += 1) pixels.copyWithin(first + y * T, first, first + T);
     }
     context.putImageData(image, 0, 0);
   }
