@@ -10,6 +10,9 @@ from typer import Option
 from mosar.cli.app import command
 from mosar.cli.options import Preset
 
+# Columns of a terminal that take the whole table.
+_WIDE = 130
+
 
 @command("variants")
 def variants(
@@ -19,7 +22,7 @@ def variants(
     """List all variants: what they learn, read and keep, and whose idea they are.
 
     The numbers are those of a preset's model. Pairs are shares of the causal pairs at one and at
-    four times the training length; products are q·k of a head for the last query of that length.
+    four times the training length; q·k: products of a head for the last query of that length.
 
     Example: mosar variants
 
@@ -39,17 +42,24 @@ def variants(
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("variant", "depends on", "parameters", "pairs N", "4N", "products", "cache"):
+    console = Console()
+    table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="bold")
+    for heading in ("variant", "depends on", "parameters", "pairs N", "4N", "q·k", "cache"):
         right = heading not in ("variant", "depends on")
         table.add_column(heading, justify="right" if right else "left", no_wrap=True)
-    for heading in ("kernels", "follows", "checked against"):
+    table.add_column("kernels")
+    is_wide = console.width >= _WIDE
+    for heading in ("follows", "checked against") if is_wide else ():
         table.add_column(heading)
     for fact in facts:
-        density = ("by content" if x is None else f"{x:.1%}" for x in fact.density)
-        products = "by content" if fact.products is None else f"{fact.products:,.0f}"
+        density = ("–" if x is None else f"{x:.1%}" for x in fact.density)
+        products = "–" if fact.products is None else f"{fact.products:,.0f}"
         table.add_row(
             *(fact.variant, fact.family, f"{fact.parameters:,}", *density, products),
-            *(f"{fact.cache:,}", "native" if fact.native else "torch", fact.source, fact.checked),
+            *(f"{fact.cache:,}", "native" if fact.native else "torch"),
+            *((fact.source, fact.checked) if is_wide else ()),
         )
-    Console().print(table)
+    console.print(table)
+    print("–: it follows from the contents. cache: numbers a layer keeps of each token.")
+    if not is_wide:
+        print("Whom each follows and what it was checked against: a wider terminal, or --json.")

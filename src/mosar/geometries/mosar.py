@@ -80,6 +80,10 @@ class MoSAR(Rope):
         return int(torch.randint(spare + 1, (), generator=generator))
 
     @property
+    def key_heads(self) -> int:
+        return self.key_copies * self.shape.num_kv_heads
+
+    @property
     def start_regimes(self) -> tuple[str, ...]:
         """The regimes that routing groups start in, in turn."""
         if self.attention.start_regimes == EACH:

@@ -66,10 +66,7 @@ def saved_by_layer(config: RunConfig, mesh: Mesh) -> list[Saved]:
 
 
 def _key_heads(config: RunConfig, mesh: Mesh) -> float:
-    heads = config.model.num_kv_heads
-    if config.attention.geometry_class.routed:
-        # Groups that share a key head have copies of it.
-        heads = max(heads, config.regimes.routing_groups)
+    heads = config.attention.build(config.model.head_shape).key_heads
     return heads if mesh.copies_keys(heads) else heads / mesh.tensor
 
 
