@@ -113,3 +113,11 @@ def test_the_walks_lead_through_every_part():
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     parts = {path.parent.name for path in (ROOT / "src" / "mosar").glob("*/__init__.py")}
     assert not [part for part in parts - {"bench", "cli"} if part not in page]
+
+
+def test_the_workflow_runs_what_ci_runs():
+    """On the oldest Python that is supported and a newer one, and nothing else."""
+    text = (ROOT / ".github/workflows/ci.yml").read_text()
+    assert re.findall(r"- run: (.*)", text) == ["bash .ci/run"]
+    oldest = re.search(r'requires-python = ">=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
+    assert oldest is not None and f'python: ["{oldest[1]}", ' in text

@@ -1,5 +1,6 @@
 """Retrieval: the accuracy of decoders whose answers are known, by distance."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -42,15 +43,20 @@ class Oracle:
         return hidden
 
 
+def as_run(oracle):
+    return SimpleNamespace(
+        decoder=oracle,
+        device=torch.device("cpu"),
+        executing=lambda routing, length: nullcontext(routing),
+    )
+
+
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("reach", [0, 5, 32, 10_000])
 def test_an_oracle_of_a_reach_is_seen_to_have_it(task, reach):
     made = TASKS[task](64)
     windows = make_windows(made, range(40), 200, split="test")
-    loaded = SimpleNamespace(
-        decoder=Oracle(windows, reach, made.vocab_size), device=torch.device("cpu")
-    )
-    right = answer(loaded, windows, "native")
+    right = answer(as_run(Oracle(windows, reach, made.vocab_size)), windows, "native")
     assert right.shape == windows.distances.shape
     assert torch.equal(right, windows.distances <= reach)
     rows = by_distance(right.flatten(), windows.distances.flatten(), distance_bounds(200, [reach]))
@@ -64,8 +70,7 @@ def test_one_wrong_token_spoils_a_passkey():
     windows = make_windows(made, range(3), 64, split="test")
     oracle = Oracle(windows, 10_000, made.vocab_size)
     oracle.said[1, windows.answers[1, 0, 2]] = made.vocab_size - 1
-    loaded = SimpleNamespace(decoder=oracle, device=torch.device("cpu"))
-    assert answer(loaded, windows, "soft").tolist() == [[True], [False], [True]]
+    assert answer(as_run(oracle), windows, "soft").tolist() == [[True], [False], [True]]
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 64, 100, 256, 257, 1000])
