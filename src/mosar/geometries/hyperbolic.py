@@ -54,6 +54,12 @@ class Hyperbolic(Chunked):
         # From the first query of the chunk: factors of past keys vanish only where scores do.
         at_q = call.given.query_positions[:, chunk.queries]
         first, last = at_q.amin(dim=1, keepdim=True), at_q.amax(dim=1, keepdim=True)
+        may_jump = len(chunk.queries) > 1 and not call.layout.is_ordinary
+        if may_jump and int((last - first).max()) >= self.longest_chunk:
+            # Across a gap in the positions factors would overflow: one query at a time.
+            one_by_one = zip(chunk.queries.split(1), chunk.q.split(1, dim=2), strict=True)
+            rows = [self.scores(call, chunk._replace(queries=i, q=q)) for i, q in one_by_one]
+            return torch.cat(rows, dim=2)
         at_k = torch.minimum(call.given.key_positions, last) - first
         if call.layout.key_valid is not None:
             at_k = at_k.masked_fill(~call.layout.key_valid, 0)
