@@ -205,6 +205,6 @@ def test_missing_tensorboard_is_said_before_anything_is_made(smoke, tmp_path, mo
     import sys
 
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(TrainingError, match=r'pip install "mosar\[tensorboard\]"'):
+    with pytest.raises(TrainingError, match='pip install "tensorboard>='):
         train(smoke("mosar", "train.tensorboard=true"), tmp_path / "run", progress=False)
     assert not (tmp_path / "run").exists()
