@@ -272,8 +272,7 @@ def test_jobs_follow_from_cores_cells_and_memory(small, monkeypatch):
     cells = settings.cells()
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(8))
     assert fitting_jobs(settings, cells) == 3 and fitting_jobs(settings, cells[:1]) == 1
-    sizes = {"SC_AVPHYS_PAGES": 2_000_000, "SC_PAGE_SIZE": 1000}
-    monkeypatch.setattr("os.sysconf", sizes.__getitem__)
+    monkeypatch.setattr("mosar.experiments.jobs._free_memory", lambda: 2_000_000_000)
     assert fitting_jobs(settings, cells) == 2
     gpu = small("rope", "mosar", changes=(*CHANGES, "train.device=cuda"))
     assert fitting_jobs(gpu, gpu.cells()) == 1

@@ -206,6 +206,9 @@ def test_windows_begin_at_a_position_that_follows_from_the_step(segments):
         ("router_queries", 0, "router_queries"),
         ("cost_of", "tokens", "cost_of"),
         ("start_regimes", ("X",), "regime"),
+        ("start_regimes", "S", "start_regimes must be a list of names, got 'S'"),
+        ("ladder", "false", "ladder must be true or false, got 'false'"),
+        ("position_range", 1e18, "position_range"),
         ("per_head", {"per_head": True, "routing_groups": 2}, "routing_groups must stay 1"),
     ],
 )

@@ -10,7 +10,9 @@ import os
 import queue
 import signal
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import get_context, parent_process
 from multiprocessing.connection import wait
@@ -31,6 +33,8 @@ from mosar.training.stopping import stop_requests
 RunCell = Callable[[ExperimentSettings, Cell, Path, Display, str], None]
 # What a process needs before it has a model, in bytes, and numbers a layer keeps for a token.
 _TORCH, _KEPT = 800_000_000, 40
+# Seconds between looks at the processes, and between their messages.
+_MOMENT = 0.2
 
 
 @dataclass
@@ -38,10 +42,13 @@ class Job:
     """A cell that is being run."""
 
     cell: Cell
+    label: str
     process: SpawnProcess
     end: str | None = None
     """Why it failed; "": it finished. None: it has not said."""
     text: str = ""
+    counted: int = 0
+    """Of its work, what the display knows of."""
 
 
 def fitting_jobs(settings: ExperimentSettings, cells: Sequence[Cell]) -> int:
@@ -51,9 +58,18 @@ def fitting_jobs(settings: ExperimentSettings, cells: Sequence[Cell]) -> int:
     configs = [settings.config(cell) for cell in cells]
     if any(torch.device(config.train.device).type != "cpu" for config in configs):
         return 1
-    room = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    fits = int(room // max(_bytes_needed(config) for config in configs))
+    fits = int(_free_memory() // max(_bytes_needed(config) for config in configs))
     return max(1, min(len(os.sched_getaffinity(0)), len(cells), fits))
+
+
+def _free_memory() -> int:
+    """What could be had, caches that the system would give up included."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        (size,) = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+        return 1024 * int(size)
+    except (OSError, ValueError):
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _bytes_needed(config: RunConfig) -> int:
@@ -73,15 +89,18 @@ def run_side_by_side(
     *,
     jobs: int,
     threads: int,
-) -> dict[str, str]:
-    """Runs cells with their labels, at most `jobs` at a time; returns why each one failed that did.
+    work: Mapping[str, int],
+    ended: Callable[[Cell, str, str], None],
+) -> None:
+    """Runs cells with their labels, at most `jobs` at a time.
 
-    A signal stops them where they can go on later, as TrainingInterrupted says.
+    work: of each cell by name, as the display counts it. ended: told of each cell, with its label,
+    why it failed, or "". A signal stops them where they can go on later, as TrainingInterrupted
+    says.
     """
     context = get_context("spawn")
     messages = context.Queue()
     waiting, running = list(cells), dict[str, Job]()
-    failed: dict[str, str] = {}
     with stop_requests() as stop:
         told = False
         try:
@@ -90,35 +109,43 @@ def run_side_by_side(
                     cell, label = waiting.pop(0)
                     given = (run_cell, settings, cell, out, label, threads, messages)
                     process = context.Process(target=_run, args=given)
-                    process.start()
-                    running[cell.name] = Job(cell, process)
+                    # A child inherits that it hears no Ctrl-C, until it can do something with it.
+                    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+                    try:
+                        process.start()
+                    finally:
+                        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+                    running[cell.name] = Job(cell, label, process)
                 if stop and not told:
                     told = True
                     for job in running.values():
-                        os.kill(job.process.pid or 0, stop.signal_number or signal.SIGTERM)
+                        with suppress(ProcessLookupError):
+                            os.kill(job.process.pid or 0, stop.signal_number or signal.SIGTERM)
                 _read(messages, running, display)
                 for name, job in list(running.items()):
                     if job.process.is_alive():
                         continue
                     job.process.join()
-                    _read(messages, running, display, drain=True)
+                    _read(messages, running, display)
                     del running[name]
-                    if job.end or (job.end is None and not stop):
-                        code = job.process.exitcode
-                        failed[name] = job.end or f"its process ended with exit code {code}"
+                    if job.end is None and not stop:
+                        job.end = f"its process ended with exit code {job.process.exitcode}"
+                    if job.end is not None:
+                        display.skip(work[name] - job.counted)
+                        ended(job.cell, job.label, job.end)
         finally:
             for job in running.values():
                 job.process.kill()
     if stop:
         raise TrainingInterrupted("stopped", stop.signal_number or signal.SIGTERM)
-    return failed
 
 
-def _read(messages: Any, running: dict[str, Job], display: Display, *, drain: bool = False) -> None:
-    """Takes up what the processes say; waits a moment for it unless it is the rest."""
-    while True:
+def _read(messages: Any, running: dict[str, Job], display: Display) -> None:
+    """Takes up what the processes say, for a moment at most."""
+    deadline = time.monotonic() + _MOMENT
+    while (left := deadline - time.monotonic()) > 0:
         try:
-            name, kind, value, text = messages.get(timeout=0.02 if drain else 0.2)
+            name, kind, value, text = messages.get(timeout=left)
         except queue.Empty:
             return
         job = running[name]
@@ -129,6 +156,7 @@ def _read(messages: Any, running: dict[str, Job], display: Display, *, drain: bo
         else:
             job.text = text.split(" · ")[0] or job.text
             shown = " | ".join(each.text for each in running.values() if each.text)
+            job.counted += value
             if kind == "skip":
                 display.skip(value)
             display.advance(value if kind == "advance" else 0, shown)
@@ -140,6 +168,7 @@ class _RemoteDisplay(Display):
     def __init__(self, name: str, messages: Any):
         super().__init__(1, 0.0, enabled=False)
         self._name, self._messages = name, messages
+        self._unsaid, self._said = 0, 0.0
 
     def say(self, message: str) -> None:
         self._messages.put((self._name, "say", 0, message))
@@ -148,7 +177,10 @@ class _RemoteDisplay(Display):
         self._messages.put((self._name, "skip", work, ""))
 
     def advance(self, work: int, text: str = "") -> None:
-        self._messages.put((self._name, "advance", work, text))
+        self._unsaid += work
+        if time.monotonic() - self._said >= _MOMENT:
+            self._messages.put((self._name, "advance", self._unsaid, text))
+            self._unsaid, self._said = 0, time.monotonic()
 
     def show(self, text: str = "", *, now: bool = False) -> None:
         self._messages.put((self._name, "show", 0, text))
@@ -170,6 +202,7 @@ def _run(
     torch.set_num_threads(threads)
     end = None
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
         run_cell(settings, cell, out, _RemoteDisplay(cell.name, messages), label)
         end = ""
     except (TrainingInterrupted, KeyboardInterrupt):
@@ -177,6 +210,8 @@ def _run(
     # RuntimeError: torch's own too, like memory that cannot be had.
     except (RuntimeError, MemoryError, ValueError) as error:
         end = " ".join(str(error).split()) or type(error).__name__
+    except OSError as error:
+        end = f"{error.filename or out}: {error.strerror or error}"
     messages.put((cell.name, "end", end, ""))
 
 

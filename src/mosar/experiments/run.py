@@ -118,30 +118,35 @@ def _run(
     display.skip(sum(work[cell.name] for cell in finished))
     labelled = [(cell, f"[{cells.index(cell) + 1}/{len(cells)}] {cell.name}") for cell in waiting]
     failed: dict[str, str] = {}
+
+    def ended(cell: Cell, label: str, why: str) -> None:
+        if not why:
+            finished.append(cell)
+            return
+        failed[cell.name] = why
+        _write_failure(out, cell, why)
+        display.say(f"{label} failed: {why}")
+
     with display.running():
         if jobs > 1:
-            failed = run_side_by_side(
-                run_cell, settings, labelled, out, display, jobs=jobs, threads=threads or 1
+            run_side_by_side(
+                *(run_cell, settings, labelled, out, display),
+                jobs=jobs,
+                threads=threads or 1,
+                work=work,
+                ended=ended,
             )
-            for cell, number in labelled:
-                if cell.name in failed:
-                    _write_failure(out, cell, failed[cell.name])
-                    display.say(f"{number} failed: {failed[cell.name]}")
-                else:
-                    finished.append(cell)
             labelled = []
         for cell, number in labelled:
             before = display.done
             try:
                 run_cell(settings, cell, out, display, number)
-                finished.append(cell)
+                ended(cell, number, "")
             except TrainingInterrupted:
                 raise
             # RuntimeError: torch's own too, like memory that cannot be had.
             except (RuntimeError, MemoryError, ValueError) as error:
-                failed[cell.name] = " ".join(str(error).split()) or type(error).__name__
-                _write_failure(out, cell, failed[cell.name])
-                display.say(f"{number} failed: {failed[cell.name]}")
+                ended(cell, number, " ".join(str(error).split()) or type(error).__name__)
             display.done = before + work[cell.name]
             display.show(number, now=True)
     return ExperimentResult(out, tuple(finished), failed)

@@ -75,7 +75,13 @@ class AttentionConfig(RegimeSettings):
         if self.router_queries is not None:
             check_counts(self, {"router_queries": 1})
         check_number(self, "start_logit", least=0.0)
-        check_number(self, "position_range", least=1.0)
+        check_number(self, "position_range", least=1.0, most=1e6)
+        for name in ("ladder", "per_head"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
+        starts = self.start_regimes
+        if not isinstance(starts, (list, tuple)) or not all(isinstance(x, str) for x in starts):
+            raise ValueError(f"start_regimes must be a list of names, got {starts!r}")
         check_counts(self, {"cost_warmup": 0})
         object.__setattr__(self, "start_regimes", tuple(self.start_regimes))
         regimes = self.mosar_config(MoSARConfig().max_length)

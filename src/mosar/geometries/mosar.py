@@ -66,15 +66,15 @@ class MoSAR(Rope):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Attended:
         if self.key_copies > 1:
             k, v = (x.repeat_interleave(self.key_copies, dim=2) for x in (k, v))
-        if self.training and torch.is_grad_enabled():
-            options["position_offset"] = self.first_position
+        if self.training and torch.is_grad_enabled() and options.get("cache") is None:
+            options.setdefault("position_offset", self.first_position)
         return super().forward(q, k, v, **options)
 
     @property
     def first_position(self) -> int:
         """Where the windows of this training step begin: the same in all layers and processes."""
         spare = round((self.attention.position_range - 1) * self.shape.max_length)
-        if self.step is None or not spare:
+        if not spare or self.step is None:
             return 0
         generator = torch.Generator().manual_seed(self.step)
         return int(torch.randint(spare + 1, (), generator=generator))

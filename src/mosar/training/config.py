@@ -22,6 +22,7 @@ from mosar.core.config import MoSARConfig
 from mosar.data.config import DataConfig
 from mosar.data.tasks import TASKS
 from mosar.geometries import GEOMETRIES, VARIANTS, AttentionConfig
+from mosar.geometries.config import EACH
 from mosar.model.config import ModelConfig
 from mosar.schema import check_name
 from mosar.training.precision import automatic_precision
@@ -148,7 +149,9 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         # Regimes that do not fit together should be refused now, not by the first layer.
-        _ = self.regimes
+        regimes, starts = self.regimes, self.attention.start_regimes
+        for name in () if starts == EACH else starts:
+            regimes.regime_index(name)
 
     @property
     def regimes(self) -> MoSARConfig:
