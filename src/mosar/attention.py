@@ -188,10 +188,8 @@ def distance_attention(
         key_valid=key_valid,
         segment_ids=segment_ids,
     )
-    _check_distance_bias(q, layout, log_gate, log_gate_extends, slopes)
-    if key_bias is not None:
-        _check_key_bias(q, k, key_bias, key_valid)
     bias = DistanceBias(log_gate, slopes, key_bias)
+    _check_distance_bias(q, k, layout, bias, log_gate_extends)
     return _attend(q, k, v, layout, bias, scale, softcap, return_lse, impl)
 
 
@@ -250,43 +248,44 @@ def _simplex_fault(values: Tensor) -> str | None:
 
 
 def _check_distance_bias(
-    q: Tensor,
-    layout: Layout,
-    log_gate: Tensor | None,
-    log_gate_extends: bool,
-    slopes: Tensor | None,
+    q: Tensor, k: Tensor, layout: Layout, bias: DistanceBias, log_gate_extends: bool
 ) -> None:
-    heads = q.shape[1]
-    for name, tensor in (("log_gate", log_gate), ("slopes", slopes)):
-        if tensor is not None and not isinstance(tensor, Tensor):
-            raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}")
-    if slopes is not None and tuple(slopes.shape) != (heads,):
-        raise ValueError(f"slopes must have shape [{heads}], got {list(slopes.shape)}")
-    if log_gate is not None and (
-        log_gate.dim() != 2 or log_gate.shape[0] not in (1, heads) or not log_gate.shape[1]
-    ):
-        raise ValueError(
-            f"log_gate must be [1 or {heads}, max_distance + 1], got {list(log_gate.shape)}"
-        )
-    for name, tensor in (("log_gate", log_gate), ("slopes", slopes)):
+    heads, log_gate = q.shape[1], bias.log_gate
+    shapes = {"slopes": [heads], "key_bias": [q.shape[0], heads, k.shape[2]]}
+    given = (("log_gate", log_gate), ("slopes", bias.slopes), ("key_bias", bias.key))
+    for name, tensor in given:
         if tensor is None:
             continue
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}")
+        if name in shapes and list(tensor.shape) != shapes[name]:
+            raise ValueError(f"{name} must have shape {shapes[name]}, got {list(tensor.shape)}")
         if tensor.dtype not in DTYPES:
             raise ValueError(
                 f"{name} must be one of {[str(d) for d in DTYPES]}, got {tensor.dtype}"
             )
         if tensor.device != q.device:
             raise ValueError(f"{name} must be on the device of q, {q.device}, got {tensor.device}")
-        if can_check_values(tensor) and tensor.numel():
-            values = tensor.detach().double()
-            refused = ~(values.abs() < _LARGEST_BIAS)
-            if name == "log_gate":
-                refused &= values != -math.inf
-            if refused.any():
-                raise ValueError(
-                    f"{name} must be smaller than {_LARGEST_BIAS:g} in magnitude"
-                    f"{' (or -inf)' if name == 'log_gate' else ''}, got {values[refused][0]:g}"
-                )
+    if log_gate is not None and (
+        log_gate.dim() != 2 or log_gate.shape[0] not in (1, heads) or not log_gate.shape[1]
+    ):
+        raise ValueError(
+            f"log_gate must be [1 or {heads}, max_distance + 1], got {list(log_gate.shape)}"
+        )
+    for name, tensor in given:
+        if tensor is None or not can_check_values(tensor) or not tensor.numel():
+            continue
+        values = tensor.detach().double()
+        refused = ~(values.abs() < _LARGEST_BIAS)
+        if name == "log_gate":
+            refused &= values != -math.inf
+        if name == "key_bias" and layout.key_valid is not None:
+            refused &= layout.key_valid[:, None]
+        if refused.any():
+            raise ValueError(
+                f"{name} must be smaller than {_LARGEST_BIAS:g} in magnitude"
+                f"{' (or -inf)' if name == 'log_gate' else ''}, got {values[refused][0]:g}"
+            )
     if log_gate is None or log_gate_extends:
         return
     if layout.is_ordinary or can_check_values(q):
@@ -295,30 +294,6 @@ def _check_distance_bias(
             raise ValueError(
                 f"log_gate covers distances up to {log_gate.shape[1] - 1}, but a pair at distance "
                 f"{farthest} exists; give a longer table, a window, or log_gate_extends=True"
-            )
-
-
-def _check_key_bias(q: Tensor, k: Tensor, key_bias: Tensor, key_valid: Tensor | None) -> None:
-    shape = [q.shape[0], q.shape[1], k.shape[2]]
-    if not isinstance(key_bias, Tensor):
-        raise ValueError(f"key_bias must be a tensor, got {type(key_bias).__name__}")
-    if list(key_bias.shape) != shape:
-        raise ValueError(f"key_bias must have shape {shape}, got {list(key_bias.shape)}")
-    if key_bias.dtype not in DTYPES:
-        raise ValueError(
-            f"key_bias must be one of {[str(d) for d in DTYPES]}, got {key_bias.dtype}"
-        )
-    if key_bias.device != q.device:
-        raise ValueError(f"key_bias must be on the device of q, {q.device}, got {key_bias.device}")
-    if can_check_values(key_bias) and key_bias.numel():
-        values = key_bias.detach()
-        refused = ~(values.abs() < _LARGEST_BIAS)
-        if key_valid is not None:
-            refused &= key_valid[:, None]
-        if refused.any():
-            raise ValueError(
-                f"key_bias must be smaller than {_LARGEST_BIAS:g} in magnitude, "
-                f"got {values[refused][0]:g}"
             )
 
 

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 # Read from the source that lists them: importing it would load torch.
 _SOURCE = Path(mosar.__file__).with_name("geometries") / "__init__.py"
-VARIANTS = ", ".join(re.findall(r'^    "([\w-]+)": AttentionConfig\(', _SOURCE.read_text(), re.M))
+_LISTED = re.compile(r'^    "([\w-]+)": (?:AttentionConfig)?\(', re.M)
+VARIANTS = ", ".join(_LISTED.findall(_SOURCE.read_text()))
 
 Run = Annotated[Path, Argument(help="A run folder of mosar train.", show_default=False)]
 NewFolder = Annotated[Path, Option("--out", help="Folder to make.")]

@@ -64,27 +64,6 @@ GEOMETRIES.update(
         "fixed": Fixed,
         "rope-mask": RopeMask,
         "mosar": MoSAR,
-        "nope": Geometry,
-        "xpos": XPos,
-        "hope-high": HighFrequencyRope,
-        "t5": T5Bias,
-        "kerple": Kerple,
-        "fox": Forgetting,
-        "adaptive-span": AdaptiveSpan,
-        "dynamic-span": DynamicSpan,
-        "switch": Switch,
-        "gemma3": Gemma3,
-        "longformer": Longformer,
-        "bigbird": BigBird,
-        "moba": MoBA,
-        "dsa": DSA,
-        "nsa": NSA,
-        "linformer": Linformer,
-        "reformer": Reformer,
-        "selective": Selective,
-        "cope": CoPE,
-        "inkling": Inkling,
-        "hope-hyperbolic": Hyperbolic,
     }
 )
 
@@ -105,34 +84,40 @@ _HARD: dict[str, Any] = {
     **{"hard_from": 0.0, "router_queries": 128, "cost_of": "pairs", "cost_weight": 0.2},
     "position_range": 4.0,
 }
-VARIANTS: dict[str, AttentionConfig] = {
-    **_PAPER,
+_BEYOND = {
     "mosar-hard": AttentionConfig(geometry="mosar", start_regimes=("S",), **_HARD),
     "mosar-plus": AttentionConfig(
         geometry="mosar", ladder=True, per_head=True, start_regimes=EACH, **_HARD
     ),
-    "nope": AttentionConfig(geometry="nope"),
-    "xpos": AttentionConfig(geometry="xpos"),
-    "hope-high": AttentionConfig(geometry="hope-high"),
-    "t5": AttentionConfig(geometry="t5"),
-    "kerple": AttentionConfig(geometry="kerple"),
-    "fox": AttentionConfig(geometry="fox"),
-    "adaptive-span": AttentionConfig(geometry="adaptive-span", cost_weight=0.006),
-    "dynamic-span": AttentionConfig(geometry="dynamic-span", cost_weight=0.003),
-    "switch": AttentionConfig(
-        geometry="switch", composition="min", cost_weight=0.01, cost_warmup=500
-    ),
-    "dsa": AttentionConfig(geometry="dsa", cost_weight=1.0),
-    "gemma3": AttentionConfig(geometry="gemma3"),
-    "longformer": AttentionConfig(geometry="longformer"),
-    "bigbird": AttentionConfig(geometry="bigbird"),
-    "moba": AttentionConfig(geometry="moba"),
-    "nsa": AttentionConfig(geometry="nsa"),
-    "linformer": AttentionConfig(geometry="linformer"),
-    "reformer": AttentionConfig(geometry="reformer"),
-    "selective": AttentionConfig(geometry="selective"),
-    "cope": AttentionConfig(geometry="cope"),
-    "inkling": AttentionConfig(geometry="inkling"),
-    "hope-hyperbolic": AttentionConfig(geometry="hope-hyperbolic"),
+}
+# After other authors: a variant of the same name each, with what it sets besides.
+_OTHERS: dict[str, tuple[type[Geometry], dict[str, Any]]] = {
+    "nope": (Geometry, {}),
+    "xpos": (XPos, {}),
+    "hope-high": (HighFrequencyRope, {}),
+    "t5": (T5Bias, {}),
+    "kerple": (Kerple, {}),
+    "fox": (Forgetting, {}),
+    "adaptive-span": (AdaptiveSpan, {"cost_weight": 0.006}),
+    "dynamic-span": (DynamicSpan, {"cost_weight": 0.003}),
+    "switch": (Switch, {"composition": "min", "cost_weight": 0.01}),
+    "dsa": (DSA, {"cost_weight": 1.0}),
+    "gemma3": (Gemma3, {}),
+    "longformer": (Longformer, {}),
+    "bigbird": (BigBird, {}),
+    "moba": (MoBA, {}),
+    "nsa": (NSA, {}),
+    "linformer": (Linformer, {}),
+    "reformer": (Reformer, {}),
+    "selective": (Selective, {}),
+    "cope": (CoPE, {}),
+    "inkling": (Inkling, {}),
+    "hope-hyperbolic": (Hyperbolic, {}),
+}
+GEOMETRIES.update({name: kind for name, (kind, _) in _OTHERS.items()})
+VARIANTS: dict[str, AttentionConfig] = {
+    **_PAPER,
+    **_BEYOND,
+    **{name: AttentionConfig(geometry=name, **given) for name, (_, given) in _OTHERS.items()},
 }
 """Every model that can be compared, by name."""

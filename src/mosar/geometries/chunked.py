@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,6 +66,9 @@ class Chunked(Geometry):
     native = False
     longest_chunk: int = PAIRS
     """Queries at a time, at most."""
+    reads_by_content: ClassVar[bool] = False
+    """Whether the contents decide which pairs are read: they are counted while a text is read."""
+    _counted: tuple[float, int] = (0.0, 0)
 
     def attend(
         self,
@@ -95,6 +98,9 @@ class Chunked(Geometry):
                 *(q.to(dtype), k.to(dtype), v.to(dtype)),
                 *(layout, given, scale, softcap, hidden, notes),
             )
+            if q.shape[2] == k.shape[2]:
+                # A new text; with a cache further queries are added to it.
+                self._counted = (0.0, 0)
             state, chunks = self.prepare(call), _chunks(call, self.longest_chunk)
             out = [self.attend_chunk(call, chunk, state) for chunk in chunks]
             return torch.cat(out, dim=2).to(q.dtype), self.finish(state)
@@ -109,10 +115,25 @@ class Chunked(Geometry):
 
     def attend_chunk(self, call: Call, chunk: Chunk, state: Any) -> Tensor:
         """[B, H, t, D]."""
-        score_BHtS = self.scores(call, chunk).masked_fill(~chunk.exists, -torch.inf)
-        return weigh(self.logits(score_BHtS, call, chunk, state), call.v)
+        score_BHtS = self.scores(call, chunk, state).masked_fill(~chunk.exists, -torch.inf)
+        logits_BHtS = self.logits(score_BHtS, call, chunk, state)
+        if self.reads_by_content and not torch.is_grad_enabled():
+            pairs, causal = self._counted
+            pairs += int((logits_BHtS > -torch.inf).sum()) / logits_BHtS.shape[1]
+            exists = chunk.exists.expand(len(call.q), *chunk.exists.shape[1:])
+            self._counted = pairs, causal + int(exists.sum())
+        return weigh(logits_BHtS, call.v)
 
-    def scores(self, call: Call, chunk: Chunk) -> Tensor:
+    def products(self, position: int) -> float | None:
+        return None if self.reads_by_content else super().products(position)
+
+    def count_pairs(self, shape: tuple[int, int], **options: Any) -> tuple[float, int] | None:
+        """Where the contents decide: of the text that was last read without gradients."""
+        if self.reads_by_content and self._counted[1]:
+            return self._counted
+        return super().count_pairs(shape, **options)
+
+    def scores(self, call: Call, chunk: Chunk, state: Any) -> Tensor:
         """[B, H, t, S], scaled and soft-capped."""
         return capped(grouped_product(chunk.q, call.k) * call.scale, call.softcap)
 

@@ -269,7 +269,10 @@ class Geometry(nn.Module):
         return None
 
     def keys_read(self, positions: Tensor, routing: str) -> Tensor | None:
-        """How many keys queries at these positions (of their document) read; None: all of them."""
+        """How many keys queries at these positions (of their document) read, a mean over the heads.
+
+        None: all of them.
+        """
         band = self.band(routing)
         return None if band is None else (positions + 1).clamp_max(math.floor(band) + 1)
 
@@ -314,7 +317,7 @@ class Geometry(nn.Module):
             return None
         times, causal = shape[0] // rows, int((at + 1).sum())
         # Entries that are no tokens may be more: that is no density above 1.
-        return times * min(int(read.sum()), causal), times * causal
+        return times * min(read.sum().item(), causal), times * causal
 
     def parameter_parts(self) -> list[ParameterPart]:
         """Its own parameters by kind, as `mosar plan` counts them."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,7 +51,7 @@ class Hyperbolic(Chunked):
         """So many tokens that no factor overflows."""
         return max(1, int(_LARGEST_EXPONENT / float(self.rates().max())))
 
-    def scores(self, call: Call, chunk: Chunk) -> Tensor:
+    def scores(self, call: Call, chunk: Chunk, state: Any) -> Tensor:
         # From the first query of the chunk: factors of past keys vanish only where scores do.
         at_q = call.given.query_positions[:, chunk.queries]
         first, last = at_q.amin(dim=1, keepdim=True), at_q.amax(dim=1, keepdim=True)
@@ -58,7 +59,8 @@ class Hyperbolic(Chunked):
         if may_jump and int((last - first).max()) >= self.longest_chunk:
             # Across a gap in the positions factors would overflow: one query at a time.
             one_by_one = zip(chunk.queries.split(1), chunk.q.split(1, dim=2), strict=True)
-            rows = [self.scores(call, chunk._replace(queries=i, q=q)) for i, q in one_by_one]
+            alone = (chunk._replace(queries=i, q=q) for i, q in one_by_one)
+            rows = [self.scores(call, each, state) for each in alone]
             return torch.cat(rows, dim=2)
         at_k = torch.minimum(call.given.key_positions, last) - first
         if call.layout.key_valid is not None:

@@ -124,7 +124,7 @@ class NSA(Chunked, Rope):
         entries = capped(grouped_product(chunk.q, state.keys) * call.scale, call.softcap)
         entries = entries.masked_fill(~read, -torch.inf)
         selected = state.blocks.to_keys(self._selected(entries, call, chunk, state))
-        scores = self.scores(call, chunk)
+        scores = self.scores(call, chunk, state)
         near = chunk.layout.distances()[:, None] < self.tokens(own.window)
         branches = [
             weigh(entries, state.values),

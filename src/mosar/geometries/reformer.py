@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mosar.geometries.chunked import Call, Chunk, Chunked, capped, grouped_product, weigh
-from mosar.geometries.geometry import UNROUTED, Attended
+from mosar.geometries.chunked import Call, Chunk, Chunked, capped, grouped_product
+from mosar.geometries.geometry import Attended
 from mosar.geometries.own_settings import OwnSettings, setting
 from mosar.geometries.rope import Rope
 
@@ -31,7 +31,7 @@ class Reformer(Chunked, Rope):
     """RoPE after hashing, keys made of queries; `k_proj` has no use."""
 
     family = "window"
-    _counted: tuple[float, int] = (0.0, 0)
+    reads_by_content = True
     source = "Kitaev et al. 2020 (Reformer)"
 
     @dataclass(frozen=True, kw_only=True)
@@ -40,9 +40,6 @@ class Reformer(Chunked, Rope):
         """An even number, whatever the length."""
         rounds: int = setting(1, least=1)
         """Hashes; one that agrees is enough."""
-
-    def products(self, position: int) -> float | None:
-        return None
 
     @property
     def kept_notes(self) -> int:
@@ -78,34 +75,18 @@ class Reformer(Chunked, Rope):
         for x in (call.q, call.k):
             angles = torch.einsum("bhtd,rnd->bhrtn", x, rotations)
             labels.append(torch.cat([angles, -angles], dim=-1).argmax(dim=-1))
-        if call.q.shape[2] == call.k.shape[2]:
-            # A new text; with a cache further queries are added to it.
-            self._counted = (0.0, 0)
         return turned[0], turned[1], labels[0], labels[1]
 
-    def attend_chunk(self, call: Call, chunk: Chunk, state: Any) -> Tensor:
-        q, k, labels_q, labels_k = state
-        scores = capped(grouped_product(q[:, :, chunk.queries], k) * call.scale, call.softcap)
+    def scores(self, call: Call, chunk: Chunk, state: Any) -> Tensor:
+        q, k, _, _ = state
+        return capped(grouped_product(q[:, :, chunk.queries], k) * call.scale, call.softcap)
+
+    def logits(self, scores: Tensor, call: Call, chunk: Chunk, state: Any) -> Tensor:
+        _, _, labels_q, labels_k = state
         same = labels_q[..., chunk.queries, None] == labels_k[..., None, :]
         itself = (chunk.layout.distances() == 0)[:, None]
         read = chunk.exists & (same.any(dim=2) | itself)
-        if not torch.is_grad_enabled():
-            inside, causal = self._counted
-            exists = chunk.exists.expand(len(q), *chunk.exists.shape[1:])
-            self._counted = inside + int(read.sum()) / q.shape[1], causal + int(exists.sum())
-        logits = scores.masked_fill(itself, _ITSELF).masked_fill(~read, -torch.inf)
-        return weigh(logits, call.v)
-
-    def count_pairs(
-        self,
-        shape: tuple[int, int],
-        *,
-        routing: str = UNROUTED,
-        labels: tuple[Tensor, Tensor] | None = None,
-        segment_ids: Tensor | None = None,
-    ) -> tuple[float, int] | None:
-        """Of the last text without gradients: the pairs follow from its contents."""
-        return self._counted if self._counted[1] else None
+        return scores.masked_fill(itself, _ITSELF).masked_fill(~read, -torch.inf)
 
 
 @lru_cache(maxsize=64)

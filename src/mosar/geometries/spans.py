@@ -20,10 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mosar.attention import Routing, distance_attention
-from mosar.core.positional import positions_in_segments
 from mosar.geometries.chunked import Call, Chunk, Chunked
 from mosar.geometries.config import AttentionConfig
-from mosar.geometries.geometry import UNROUTED, Attended, HeadShape, wide_dtype
+from mosar.geometries.geometry import Attended, HeadShape, wide_dtype
 from mosar.geometries.learned_distance import held_within
 from mosar.geometries.own_settings import OwnSettings, setting
 from mosar.geometries.rope import Rope
@@ -84,31 +83,19 @@ class AdaptiveSpan(Span):
         )
         return out, held_within(self.span, 0.0, 1.0).mean()
 
-    def count_pairs(
-        self,
-        shape: tuple[int, int],
-        *,
-        routing: str = UNROUTED,
-        labels: tuple[Tensor, Tensor] | None = None,
-        segment_ids: Tensor | None = None,
-    ) -> tuple[float, int] | None:
-        """The mean over the heads; before training has begun, the most that they may read."""
+    def keys_read(self, positions: Tensor, routing: str) -> Tensor | None:
+        """The mean over the heads; of a model without numbers, the most that they may read."""
         if self.span.is_meta:
-            return super().count_pairs(shape, routing=routing, segment_ids=segment_ids)
-        if segment_ids is None:
-            at = torch.arange(shape[1]).expand(shape)
-        else:
-            at = positions_in_segments(segment_ids).cpu()
-        reads_H = (self._log_gate(wide_dtype(self.span)) > -torch.inf).sum(dim=1).cpu()
-        read = (at[..., None] + 1).minimum(reads_H).sum()
-        return int(read) / len(reads_H), int((at + 1).sum())
+            return super().keys_read(positions, routing)
+        reads_H = (self._log_gate(wide_dtype(self.span)) > -torch.inf).sum(dim=1)
+        read = (positions[..., None] + 1).minimum(reads_H.to(positions.device))
+        return read.double().mean(dim=-1)
 
 
 class DynamicSpan(Chunked, Span):
     """One span per head and query, from the layer's input."""
 
-    reads_hidden = True
-    _counted: tuple[float, int] = (0.0, 0)
+    reads_hidden = reads_by_content = True
 
     def __init__(self, attention: AttentionConfig, shape: HeadShape):
         super().__init__(attention, shape)
@@ -118,39 +105,15 @@ class DynamicSpan(Chunked, Span):
     def prepare(self, call: Call) -> Tensor:
         """The share of S that each query looks back, [B, H, T]."""
         assert call.hidden is not None
-        if call.q.shape[2] == call.k.shape[2]:
-            # A new text; with a cache further queries are added to it.
-            self._counted = (0.0, 0)
         weight, bias = (x.to(call.hidden.dtype) for x in (self.weight, self.bias))
         return torch.sigmoid(F.linear(call.hidden, weight, bias)).transpose(1, 2)
 
     def logits(self, scores: Tensor, call: Call, chunk: Chunk, state: Tensor) -> Tensor:
         spans_BHt1 = self.max_span * state[:, :, chunk.queries, None]
-        logits = scores + self.log_mask(spans_BHt1, chunk.layout.distances()[:, None])
-        if not torch.is_grad_enabled():
-            read, causal = (int((x > -torch.inf).sum()) for x in (logits, scores))
-            heads = scores.shape[1]
-            self._counted = self._counted[0] + read / heads, self._counted[1] + causal // heads
-        return logits
+        return scores + self.log_mask(spans_BHt1, chunk.layout.distances()[:, None])
 
     def finish(self, state: Tensor) -> Tensor:
         return state.mean()
-
-    def products(self, position: int) -> float | None:
-        return None
-
-    def count_pairs(
-        self,
-        shape: tuple[int, int],
-        *,
-        routing: str = UNROUTED,
-        labels: tuple[Tensor, Tensor] | None = None,
-        segment_ids: Tensor | None = None,
-    ) -> tuple[float, int] | None:
-        """Of the text that was read last: the spans follow from it."""
-        if self._counted[1]:
-            return self._counted
-        return super().count_pairs(shape, routing=routing, segment_ids=segment_ids)
 
     def init_parameter(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
         """Spans start at R, or at half of S where that is shorter."""
