@@ -126,7 +126,9 @@ def test_a_hub_that_cannot_be_reached(tmp_path):
     environment = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 1
-    _, line = done.stderr.splitlines()
+    lines = done.stderr.splitlines()
+    assert len(lines) == 1, lines
+    (line,) = lines
     assert line.startswith("mosar: error: cannot reach the Hugging Face hub for hf:no/such: check")
     assert not (tmp_path / "set").exists()
 

@@ -59,16 +59,52 @@ def test_the_split_of_a_document_is_its_own():
     assert 330 < splits.count("valid") < 470
 
 
-def test_one_document_says_what_to_do(tmp_path, write_lines):
-    for tokenizer in ("byte", "bpe:300"):
-        with pytest.raises(DataError, match=r"one document only.*--valid"):
-            prepare([write_lines(["one"])], tmp_path / "set", tokenizer=tokenizer)
+@pytest.mark.parametrize("tokenizer", ["byte", "bpe:300"])
+def test_the_tail_of_a_single_document_is_held_out(tmp_path, write_lines, tokenizer):
+    words = " ".join(f"word{number}" for number in range(400))
+    (tmp_path / "one.txt").write_text(words)
+    for source in (str(tmp_path / "one.txt"), write_lines([words])):
+        out = tmp_path / "set"
+        manifest = prepare(
+            [source], out, tokenizer=tokenizer, force=True, valid_fraction=0.1, seed=3
+        )
+        (train,), (valid,) = documents(out, "train"), documents(out, "valid")
+        assert train + valid == words
+        # It is cut in front of a word.
+        assert valid.startswith(" word") and 0.08 < len(valid) / len(words) < 0.12
+        assert manifest.valid_fraction == 0.1 and "tail" in manifest.split_rule
+        assert any("its last 10 % are held out" in note for note in module.notes(manifest))
+
+
+def test_a_document_of_several_pieces_is_cut_once(tmp_path, monkeypatch):
+    """The cut falls where it should, whichever piece holds it, and with no white space too."""
+    for text in ("ab " * 30, "a" * 90):
+        for fraction in (0.001, 0.1, 0.5, 0.9, 0.999):
+            for length in (7, 9, 1000):
+                monkeypatch.setattr("mosar.data.documents.PIECE_LENGTH", length)
+                monkeypatch.setattr("mosar.data.documents.cut_pieces.__defaults__", (length,))
+                (tmp_path / "one.txt").write_text(text)
+                prepare(
+                    [str(tmp_path / "one.txt")],
+                    tmp_path / "set",
+                    valid_fraction=fraction,
+                    force=True,
+                )
+                parts = [documents(tmp_path / "set", split) for split in ("train", "valid")]
+                (train,), (valid,) = parts
+                assert train and valid and train + valid == text
+                assert abs(len(valid) - 90 * fraction) <= 3
+
+
+def test_a_single_document_may_have_validation_text(tmp_path, write_lines):
     valid = write_lines(["two", "three"], "valid.jsonl")
     manifest = prepare([write_lines(["one"])], tmp_path / "set", valid=[valid])
     assert documents(tmp_path / "set", "train") == ["one"]
     assert documents(tmp_path / "set", "valid") == ["two", "three"]
     assert manifest.valid_fraction is None
     assert [entry.source for entry in manifest.valid_sources] == [valid]
+    with pytest.raises(DataError, match=r"holds a single character; .* --valid"):
+        prepare([write_lines(["1"])], tmp_path / "other")
     # Two are enough for both splits, whatever the seed.
     for seed in range(4):
         two = write_lines(["one", "two"])

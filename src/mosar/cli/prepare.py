@@ -32,12 +32,12 @@ def prepare(
         ),
     ] = "byte",
     valid: Annotated[
-        list[str] | None, Option(help="A source of validation text; may be given again.")
+        list[str] | None, Option(help="A source of validation text; can be repeated.")
     ] = None,
     valid_fraction: Annotated[
-        float, Option(help="Without --valid: the share of documents for validation.")
+        float, Option(help="Without --valid: the share of documents, or of the only one, held out.")
     ] = 0.05,
-    seed: Annotated[int, Option(min=0, help="Of the choice of validation documents.")] = 0,
+    seed: Annotated[int, Option(min=0, help="Seed of the choice of validation documents.")] = 0,
     text_field: TextField = "text",
     end_of_text: Annotated[
         str | None, Option(help="The token of a tokenizer.json that ends documents.")
@@ -47,9 +47,12 @@ def prepare(
         Path | None, Option(help="Make nothing: compare this dataset with its checksums.")
     ] = None,
 ) -> None:
-    """Make a dataset: text to tokens, packed, split into training and validation.
+    """Make a dataset from text: tokens for training and for validation.
 
-    Documents are joined by an end-of-text token. --out appears when it is complete, not before.
+    Each document ends with an end-of-text token. Without --valid, 5 % of the documents are held out
+    for validation; of a single document, its last 5 %. --out appears only once it is complete.
+
+    Example: mosar prepare book.txt --out data/book
 
     Example: mosar prepare stdlib --out data/stdlib --tokenizer bpe:4096
 

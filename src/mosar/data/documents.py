@@ -13,7 +13,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from io import BufferedIOBase
 from pathlib import Path
 from typing import Any
@@ -85,6 +85,42 @@ def _last_cut(text: str, length: int) -> int:
         if text[cut] in " \n\r\t" and not text[cut - 1].isspace():
             return cut
     return length
+
+
+def cut_document(document: Document, position: int) -> Iterator[Document]:
+    """The document as two, cut before the first white space from character `position` on.
+
+    Without white space there it is cut at `position` itself. The first part must be read first.
+    """
+    pieces, left = document.pieces, position
+    tail = ""
+
+    def head() -> Iterator[str]:
+        nonlocal left, tail
+        for piece in pieces:
+            if left < len(piece):
+                cut = _next_cut(piece, left)
+                tail = piece[cut:]
+                if cut:
+                    yield piece[:cut]
+                return
+            left -= len(piece)
+            yield piece
+
+    def rest() -> Iterator[str]:
+        yield tail
+        yield from pieces
+
+    yield replace(document, pieces=head())
+    yield replace(document, pieces=rest())
+
+
+def _next_cut(text: str, start: int) -> int:
+    """The first cut from `start` on that leaves text on its right; `start` if there is none."""
+    for cut in range(start, len(text.rstrip())):
+        if text[cut].isspace() and not text[cut - 1 : cut].isspace():
+            return cut
+    return start
 
 
 @contextmanager

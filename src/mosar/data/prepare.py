@@ -1,17 +1,22 @@
-"""`mosar prepare`: sources of text to a dataset, in one pass (two where a BPE is trained first)."""
+"""`mosar prepare`: turns text into a dataset in one pass, or in two if it trains a BPE first.
+
+Whole documents go to training or to validation. A single document is cut instead: its tail is held
+out for validation.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import platform
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from numbers import Integral, Real
 from pathlib import Path
 
 from mosar.data.corpora import Source, find_source, read_documents, total_bytes
-from mosar.data.documents import Document, ReadReport, parse_hf
+from mosar.data.documents import Document, ReadReport, cut_document, parse_hf
 from mosar.data.manifest import (
     MANIFEST,
     SPLITS,
@@ -44,6 +49,7 @@ _BY_DOCUMENT = (
     "blake2b-64 of the document's first 2^18 characters, keyed by the seed, below valid_fraction; "
     "of the first two documents exactly one, chosen by the seed"
 )
+_TAIL = "the tail of the only document: the last valid_fraction of its characters"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +61,14 @@ class _Plan:
     valid_fraction: float
     seed: int
     text_field: str
+    tail_start: int | None = None
+    """If there is only one document: the character where its held-out tail starts."""
+
+    @property
+    def split_rule(self) -> str:
+        if self.valid:
+            return _SEPARATE
+        return _BY_DOCUMENT if self.tail_start is None else _TAIL
 
     def documents(self, report: ReadReport) -> Iterator[tuple[str, Document]]:
         """Every document with its split, in the order of the sources."""
@@ -63,6 +77,8 @@ class _Plan:
         for index, document in enumerate(documents):
             if self.valid:
                 yield SPLITS[document.source >= len(self.sources)], document
+            elif self.tail_start is not None:
+                yield from zip(SPLITS, cut_document(document, self.tail_start), strict=True)
             else:
                 split = split_of(index, document.opening, self.seed, self.valid_fraction)
                 yield split, document
@@ -84,8 +100,9 @@ def prepare(
     """Makes the dataset `out` and returns its manifest; nothing is left of one that fails.
 
     `tokenizer` is "byte", "bpe:VOCAB" (trained on the training documents) or the path of a
-    tokenizer.json or of a dataset. Without `valid` sources `valid_fraction` of the documents are
-    for validation. `end_of_text` names that token of a tokenizer.json.
+    tokenizer.json or of a dataset. Without `valid` sources, `valid_fraction` of the documents are
+    for validation, or the tail of the only document. `end_of_text` names that token of a
+    tokenizer.json.
     """
     bpe = _check_arguments(sources, tokenizer, valid_fraction, seed, end_of_text)
     plan = _Plan(
@@ -103,6 +120,8 @@ def prepare(
         staged_folder(out, partial(_refuse, force=force)) as folder,
         Display(progress).open() as display,
     ):
+        if not plan.valid:
+            plan = replace(plan, tail_start=_find_tail(plan))
         if bpe is not None:
             encoder = _train(plan, bpe, display)
         assert encoder is not None
@@ -154,6 +173,21 @@ def _check_arguments(
     if end_of_text is not None and (bpe is not None or tokenizer == "byte"):
         raise ValueError("end_of_text is for a tokenizer.json; byte and bpe have their own")
     return bpe
+
+
+def _find_tail(plan: _Plan) -> int | None:
+    """Where the held-out tail starts if there is only one document; otherwise None."""
+    first = list(islice(read_documents(plan.sources, ReadReport(), text_field=plan.text_field), 2))
+    if len(first) != 1:
+        return None
+    (document,) = read_documents(plan.sources, ReadReport(), text_field=plan.text_field)
+    length = sum(len(piece) for piece in document.pieces)
+    if length < 2:
+        raise DataError(
+            f"{document.name} holds a single character; give more text, or name validation text "
+            "with --valid"
+        )
+    return max(1, min(length - 1, round(length * (1 - plan.valid_fraction))))
 
 
 def _check_overlap(plan: _Plan) -> None:
@@ -238,7 +272,7 @@ def _build(
         },
         sources=every[: len(plan.sources)],
         valid_sources=every[len(plan.sources) :],
-        split_rule=_SEPARATE if plan.valid else _BY_DOCUMENT,
+        split_rule=plan.split_rule,
         valid_fraction=None if plan.valid else plan.valid_fraction,
         seed=plan.seed,
         text_field=plan.text_field,
@@ -251,22 +285,17 @@ def _build(
 
 
 def _check_found(plan: _Plan, report: ReadReport) -> None:
-    """Both splits have a document, or an error says what to do about it."""
-    train = report.documents[: len(plan.sources)]
+    """Raises a DataError if the training or the validation sources hold no text."""
+    num_sources = len(plan.sources)
     for sources, documents in (
-        (plan.sources, train),
-        (plan.valid, report.documents[len(plan.sources) :]),
+        (plan.sources, report.documents[:num_sources]),
+        (plan.valid, report.documents[num_sources:]),
     ):
         if sources and not sum(documents):
             names = ", ".join(source.spec for source in sources)
             raise DataError(
                 f"there is no text in {names} (skipped: {_count(report.empty, 'empty document')})"
             )
-    if not plan.valid and sum(train) == 1:
-        raise DataError(
-            "there is one document only, and documents are not cut in two: name another one for "
-            "validation with --valid, or give the text as several files"
-        )
 
 
 def _source_entry(source: Source, documents: int) -> SourceEntry:
@@ -306,6 +335,11 @@ def show_dataset(manifest: Manifest, folder: Path | str) -> str:
 def notes(manifest: Manifest) -> list[str]:
     """What its maker should know about how a dataset came about."""
     found = []
+    if manifest.split_rule == _TAIL:
+        found.append(
+            f"there is one document: its last {100 * (manifest.valid_fraction or 0):g} % are held "
+            "out for validation; --valid names other text for it"
+        )
     passed_over = sum(
         entry.files_passed_over for entry in (*manifest.sources, *manifest.valid_sources)
     )
