@@ -9,7 +9,7 @@ COMPILE := from mosar.kernels.build import instruction_sets, load_library as loa
 	[load(isa) for isa in ("native", *instruction_sets()[:-1])]
 
 .DEFAULT_GOAL := help
-.PHONY: help setup reproduce test check bench figures clean
+.PHONY: help setup reproduce test check bench figures dist clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -49,6 +49,12 @@ bench: setup ## measure attention: a table, and runs/bench/attention.{jsonl,png}
 
 figures: setup ## redraw docs/images
 	$(VENV)/bin/mosar figure decay-kernels --out docs/images/decay_kernels.png
+
+# The wheel is built from the source archive, so an archive that lacks a file fails here.
+dist: setup ## build dist/mosar-*.tar.gz and from it the wheel
+	rm -rf dist
+	$(PY) -c 'from setuptools.build_meta import build_sdist; build_sdist("dist")' >/dev/null
+	$(PY) -m pip wheel -q --no-deps --no-build-isolation -w dist dist/mosar-*.tar.gz
 
 clean: ## remove caches and build output (.venv stays)
 	rm -rf build dist .pytest_cache .ruff_cache .hypothesis

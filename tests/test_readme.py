@@ -9,11 +9,14 @@ import re
 import shlex
 import shutil
 import subprocess
+import tomllib
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from packaging.requirements import Requirement
 from typer.testing import CliRunner
 
 import mosar
@@ -24,7 +27,10 @@ from mosar.data import corpora
 from torchrun_commands import check_torchrun
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 
 
 def blocks(language):
@@ -63,6 +69,9 @@ def test_command_works(command, tmp_path, monkeypatch):
     if program == "torchrun":
         check_torchrun(arguments)
         return
+    if program == "pip":
+        check_pip_install(*arguments)
+        return
     assert program == "mosar", f"no check for the command {shlex.join(command)}"
     monkeypatch.chdir(tmp_path)
     if arguments[0] == "figure":
@@ -98,6 +107,50 @@ def test_the_first_steps_lead_from_text_to_a_model_in_transformers(tmp_path, mon
         result = CliRunner().invoke(app, shlex.split(command)[1:])
         assert result.exit_code == 0, result.output + result.stderr
     assert (tmp_path / "runs" / "mosar" / "report" / "index.html").exists()
+
+
+def check_pip_install(install, *arguments):
+    """That a line installs a clone or the wheel of this version, with extras that exist."""
+    assert install == "install"
+    if arguments[0] == "torch":
+        return
+    target, _, listed = arguments[-1].partition("[")
+    wheel = f"dist/mosar-{mosar.__version__}-py3-none-any.whl"
+    assert target == ("." if arguments[0] == "-e" else wheel)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert set(filter(None, listed.rstrip("]").split(","))) <= set(project["optional-dependencies"])
+
+
+def test_every_extra_is_explained():
+    page = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    explained = re.findall(r"^\| `([a-z]+)` \|", page, re.M)
+    assert explained == list(dict.fromkeys(explained))
+    assert set(explained) == set(project["optional-dependencies"])
+
+
+def test_the_lock_satisfies_what_the_project_asks_for():
+    """Every requirement of `make setup` is pinned, at a version that it allows."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    lock = (ROOT / "requirements" / "lock.txt").read_text(encoding="utf-8")
+    pinned = {
+        canonical(name): version for name, version in re.findall(r"^(\S+)==(\S+)$", lock, re.M)
+    }
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    pinned["torch"] = re.search(r"^TORCH := torch==(.*)$", makefile, re.M)[1]
+    extras = {
+        name for names in re.findall(r"-e '\.\[([a-z,]+)\]'", makefile) for name in names.split(",")
+    }
+    assert {"dev", "megatron"} <= extras
+    lists = [project["dependencies"], *(project["optional-dependencies"][name] for name in extras)]
+    for requirement in map(Requirement, chain.from_iterable(lists)):
+        version = pinned.get(canonical(requirement.name))
+        assert version is not None, f"{requirement.name} is not in requirements/lock.txt"
+        assert requirement.specifier.contains(version), f"{requirement} does not allow {version}"
+
+
+def canonical(name):
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def make_tiny(arguments):
