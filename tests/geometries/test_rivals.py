@@ -1,7 +1,6 @@
 """Other systems' positions and biases: their definitions, their limits, and known answers."""
 
 import json
-import math
 
 import pytest
 import torch
@@ -81,30 +80,6 @@ def test_rescaled_rotations_are_those_of_transformers(mode):
     frequencies, factor = rescaled_frequencies(mode, 64, 10000.0, 512, 4.0)
     found = torch.tensor([*frequencies.tolist(), factor])
     torch.testing.assert_close(found, torch.tensor(ANSWERS[mode]), rtol=2e-6, atol=0)
-
-
-@pytest.mark.parametrize("mode", RESCALINGS)
-def test_a_mode_of_rope_lasts_until_it_is_left(mode):
-    geometry, at = VARIANTS["rope"].build(SHAPE), torch.arange(known_answers.LENGTH)[None]
-    q, k, _ = known_answers.heads()
-    plain = geometry.transform(q, k, at, at)
-    geometry.enter_mode(mode, SHAPE.max_length)  # no longer than in training
-    assert torch.equal(geometry.transform(q, k, at, at)[0], plain[0])
-    geometry.enter_mode(mode, 4 * SHAPE.max_length)
-    turned = geometry.transform(q, k, at, at)
-    assert not torch.allclose(turned[0], plain[0])
-    frequencies, factor = rescaled_frequencies(mode, DIM, 10000.0, SHAPE.max_length, 4.0)
-    half = torch.complex(*q.chunk(2, dim=-1))
-    angles = at[..., None, None] * frequencies
-    expected = factor * half * torch.polar(torch.ones_like(angles), angles)
-    torch.testing.assert_close(turned[0], torch.cat([expected.real, expected.imag], dim=-1))
-    geometry.enter_mode(None)
-    assert torch.equal(geometry.transform(q, k, at, at)[1], plain[1])
-
-
-def test_only_plain_rotations_have_modes():
-    assert VARIANTS["p-rope"].build(SHAPE).modes == RESCALINGS
-    assert not any(VARIANTS[name].build(SHAPE).modes for name in ("nope", "xpos", "mosar"))
 
 
 def test_t5_has_the_buckets_of_transformers():
@@ -196,23 +171,3 @@ def test_a_span_of_zero_is_the_ramp_and_a_full_one_is_rope():
 def test_dynamic_spans_start_at_the_ramp(ramp, span):
     geometry = build("dynamic-span", ramp=ramp)
     assert torch.allclose(8 * torch.sigmoid(geometry.bias), torch.tensor(span).double())
-
-
-def test_pruning_keeps_what_matters_and_counts_it():
-    """With gates of about a half, and queries that differ, all but e^-10 of the weight is kept."""
-    shape = HeadShape(4, 2, 8, 64, hidden_size=3)
-    geometry, length = build("fox", shape=shape), 120
-    generator = torch.Generator().manual_seed(0)
-    q, k, v, hidden = (
-        torch.randn(2, length, *size, generator=generator, dtype=torch.float64)
-        for size in ((4, 8), (2, 8), (2, 8), (3,))
-    )
-    dense, _ = geometry(q, k, v, scale=0.1, hidden=hidden)
-    assert geometry.count_pairs((2, length)) is None
-    geometry.enter_mode("acp", length)
-    pruned, _ = geometry(q, k, v, scale=0.1, hidden=hidden)
-    kept, causal = geometry.count_pairs((2, length), routing="acp")
-    assert (pruned - dense).abs().max() <= 2 * v.abs().max() * math.exp(-10)
-    assert 0.2 < kept / causal < 0.6 and causal == 2 * length * (length + 1) // 2
-    last, _ = geometry(q[:, :50], k[:, :50], v[:, :50], scale=0.1, hidden=hidden[:, :50])
-    torch.testing.assert_close(last, pruned[:, :50])

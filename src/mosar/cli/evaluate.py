@@ -45,8 +45,8 @@ def evaluate(
     mode: Annotated[
         str | None,
         Option(
-            help="Ways to execute a model that it was not trained with; rope and p-rope have pi, "
-            "ntk and yarn, fox has acp."
+            help="Ways to execute a model that it was not trained with: pi, ntk, yarn, "
+            "dynamic-ntk, streaming, minference, flexprefill of rope; lex of xpos; acp of fox."
         ),
     ] = None,
     step: Step = None,
@@ -98,7 +98,7 @@ def evaluate(
 
     Example: mosar evaluate runs/mosar --against runs/rope
 
-    Example: mosar evaluate runs/rope --mode pi,ntk,yarn
+    Example: mosar evaluate runs/rope --mode yarn,streaming,flexprefill
 
     Example: mosar evaluate runs/smollm2 --lengths 2048,8192 --baseline-windows 128,512,1088
     """

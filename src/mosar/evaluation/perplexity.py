@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from mosar.attention import Routing
 from mosar.errors import ModelError
 from mosar.evaluation.discarded_mass import MassTally, watching
 from mosar.evaluation.loaded_run import LoadedRun
@@ -73,24 +74,26 @@ def evaluate_length(
         if number == 0:
             for routing in routings:
                 # Not timed: first calls load kernels and take memory from the system.
-                _losses(loaded, tokens, segments, routing)
+                with loaded.executing(routing, length) as operator:
+                    _losses(loaded, tokens, segments, operator)
         first = number % len(routings)
         for routing in (*routings[first:], *routings[:first]):
             tally = tallies[routing]
             start = time.perf_counter()
-            losses_BT, routed = _losses(loaded, tokens, segments, routing)
-            tally.seconds += time.perf_counter() - start
+            with loaded.executing(routing, length) as operator:
+                losses_BT, routed = _losses(loaded, tokens, segments, operator)
+                tally.seconds += time.perf_counter() - start
+                for layer, geometry in enumerate(geometries):
+                    counted = geometry.acting.count_pairs(
+                        (len(tokens), length),
+                        routing=routing,
+                        labels=routed[layer].labels if routed else None,
+                        segment_ids=segments,
+                    )
+                    tally.pairs.add(layer, counted)
             tally.loss.add(losses_BT)
             if tally.routing is not None:
                 tally.routing.add(routed)
-            for layer, geometry in enumerate(geometries):
-                counted = geometry.count_pairs(
-                    (len(tokens), length),
-                    routing=routing,
-                    labels=routed[layer].labels if routed else None,
-                    segment_ids=segments,
-                )
-                tally.pairs.add(layer, counted)
         if masses:
             with watching(cast(list[MoSAR], geometries), masses):
                 loaded.decoder(tokens[:, :-1], segment_ids=segments, routing="top1")
@@ -110,10 +113,9 @@ def _tally(loaded: LoadedRun, length: int) -> _Tally:
 
 
 def _losses(
-    loaded: LoadedRun, tokens: Tensor, segments: Tensor | None, routing: str
+    loaded: LoadedRun, tokens: Tensor, segments: Tensor | None, routing: Routing
 ) -> tuple[Tensor, list[LayerRouting]]:
-    with loaded.executing(routing, tokens.shape[1] - 1) as operator:
-        output = loaded.decoder(tokens[:, :-1], segment_ids=segments, routing=operator)
+    output = loaded.decoder(tokens[:, :-1], segment_ids=segments, routing=routing)
     losses_BT = token_losses(loaded.decoder, output.hidden, tokens[:, 1:])
     if losses_BT.device.type != "cpu":
         torch.accelerator.synchronize()

@@ -24,19 +24,24 @@ from mosar.geometries.hyperbolic import Hyperbolic
 from mosar.geometries.layer_window import Gemma3, Longformer
 from mosar.geometries.learned_distance import Kerple, T5Bias
 from mosar.geometries.linformer import Linformer
+from mosar.geometries.mode import MODES, Mode
 from mosar.geometries.mosar import MoSAR
 from mosar.geometries.nsa import NSA
 from mosar.geometries.one_regime import Fixed, RopeMask
 from mosar.geometries.own_settings import OwnSettings, setting
+from mosar.geometries.prefill_modes import FlexPrefill, MInference
 from mosar.geometries.reformer import Reformer
 from mosar.geometries.rope import HighFrequencyRope, Rope
+from mosar.geometries.rotation_modes import NTK, DynamicNTK, PositionInterpolation, YaRN
 from mosar.geometries.score_bias import CoPE, Inkling, Selective
 from mosar.geometries.spans import AdaptiveSpan, DynamicSpan
 from mosar.geometries.switch import Switch
+from mosar.geometries.window_modes import AdaptivePruning, BlockwiseCausal, Streaming
 from mosar.geometries.xpos import XPos
 
 __all__ = [
     "GEOMETRIES",
+    "MODES",
     "PAPER_VARIANTS",
     "UNROUTED",
     "VARIANTS",
@@ -48,6 +53,7 @@ __all__ = [
     "HeadShape",
     "LayerRouting",
     "MoSAR",
+    "Mode",
     "OwnSettings",
     "ParameterPart",
     "Rope",
@@ -121,3 +127,10 @@ VARIANTS: dict[str, AttentionConfig] = {
     **{name: AttentionConfig(geometry=name, **given) for name, (_, given) in _OTHERS.items()},
 }
 """Every model that can be compared, by name."""
+
+_MODES: tuple[type[Mode], ...] = (
+    *(PositionInterpolation, NTK, YaRN, DynamicNTK),
+    *(Streaming, BlockwiseCausal, AdaptivePruning),
+    *(MInference, FlexPrefill),
+)
+MODES.update({mode.name: mode for mode in _MODES})

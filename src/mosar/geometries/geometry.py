@@ -24,6 +24,7 @@ from mosar.core.config import Regime
 from mosar.core.outputs import LayerRouting
 from mosar.core.positional import positions_in_segments
 from mosar.geometries.config import AttentionConfig
+from mosar.geometries.mode import MODES, Mode
 from mosar.geometries.own_settings import OwnSettings
 
 UNROUTED = "native"
@@ -83,8 +84,8 @@ class Geometry(nn.Module):
     """What its results were compared with."""
     reads_hidden: ClassVar[bool] = False
     """Whether `attend` is given `hidden`, what q, k and v are projections of."""
-    mode: tuple[str, int] | None = None
-    """What `enter_mode` was told."""
+    mode: Mode | None = None
+    """What executes it in place of its own hooks; see `enter_mode`."""
     own_heads: slice = slice(None)
     """The query heads of this process, where tensor parallelism divides them."""
 
@@ -126,7 +127,7 @@ class Geometry(nn.Module):
             same = at_q is at_k
             at_k = at_k + position_offset
             at_q = at_k if same else at_q + position_offset
-        q, k = self.transform(q, k, at_q, at_k)
+        q, k = self.acting.transform(q, k, at_q, at_k)
         options = {
             "routing": routing,
             "scale": scale,
@@ -146,7 +147,7 @@ class Geometry(nn.Module):
             out, told = self.attend_cached(q, k, v, cache, **options)
         else:
             options |= {"query_positions": query_positions, "segment_ids": segment_ids}
-            out, told = self.attend(q, k, v, **options)
+            out, told = self.acting.attend(q, k, v, **options)
             if cache is not None:
                 # Gradients pass through the first tokens; what is stored of them has none.
                 notes = None if notes is None else notes.detach()
@@ -202,7 +203,7 @@ class Geometry(nn.Module):
             "key_valid": keys.valid,
             "segment_ids": None,
         }
-        return self.attend(q, keys.k, keys.v, **placement, **options)
+        return self.acting.attend(q, keys.k, keys.v, **placement, **options)
 
     def store(
         self,
@@ -221,11 +222,16 @@ class Geometry(nn.Module):
     @property
     def modes(self) -> tuple[str, ...]:
         """Ways to execute a trained model that it was not trained with; see `enter_mode`."""
-        return ()
+        return tuple(name for name, mode in MODES.items() if mode.serves(self))
 
     def enter_mode(self, mode: str | None, length: int = 0) -> None:
-        """Executes as one of `modes` texts of this length, until it is told None."""
-        self.mode = None if mode is None else (mode, length)
+        """Executes texts of this length as one of `modes`, until it is told None."""
+        self.mode = None if mode is None else MODES[mode](self, length)
+
+    @property
+    def acting(self) -> Geometry | Mode:
+        """Whose `transform`, `attend` and `count_pairs` hold now: the mode's, or its own."""
+        return self if self.mode is None else self.mode
 
     def begin_step(self, step: int, steps: int) -> None:
         """Told which training step follows, or which one a checkpoint is of; for schedules."""

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import math
 
-import torch
 from torch import Tensor
 
-from mosar.core.positional import RESCALINGS, rescaled_frequencies, rotate, rotation
+from mosar.core.positional import rotate, rotation
 from mosar.geometries.config import AttentionConfig
 from mosar.geometries.geometry import Geometry, HeadShape, wide_dtype
 
@@ -34,9 +33,6 @@ class Rope(Geometry):
         return self.attention.rope_fraction
 
     def transform(self, q: Tensor, k: Tensor, at_q: Tensor, at_k: Tensor) -> tuple[Tensor, Tensor]:
-        if self.mode is not None and self.mode[1] > self.shape.max_length:
-            turns = [self._rescaled(at, wide_dtype(q)) for at in (at_q, at_k)]
-            return rotate(q, *turns[0]), rotate(k, *turns[1])
         settings = {
             "theta": self.attention.rope_theta,
             "fraction": self.fraction,
@@ -45,23 +41,6 @@ class Rope(Geometry):
         turn_q = rotation(at_q, self.shape.head_dim, **settings)
         turn_k = turn_q if at_k is at_q else rotation(at_k, self.shape.head_dim, **settings)
         return rotate(q, *turn_q), rotate(k, *turn_k)
-
-    @property
-    def modes(self) -> tuple[str, ...]:
-        """Rescaled rotations, of a model that has nothing else."""
-        return RESCALINGS if type(self) is Rope else ()
-
-    def _rescaled(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """As `rotation`, of the mode; its factor is in cos and sin."""
-        assert self.mode is not None
-        (name, length), shape = self.mode, self.shape
-        frequencies, factor = rescaled_frequencies(
-            *(name, shape.head_dim, self.attention.rope_theta),
-            *(shape.max_length, length / shape.max_length),
-        )
-        frequencies[math.floor(self.fraction * len(frequencies) + 1e-9) :] = 0
-        angles = positions[..., None].to(dtype) * frequencies.to(positions.device, dtype)
-        return (factor * angles.cos())[:, :, None], (factor * angles.sin())[:, :, None]
 
     def turn(self, x: Tensor, at: Tensor) -> Tensor:
         """x [B, T, any heads, D] rotated to the positions [B or 1, T]."""
