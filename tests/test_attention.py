@@ -227,6 +227,8 @@ WRONG_ROUTED = [
     ({"config": SMALL.to_dict()}, "config must be a MoSARConfig, got dict"),
     ({"routing": "hard"}, "routing .*'hard'"),
     ({"routing": None}, "routing .*None"),
+    ({"learn_routing": True}, "learn_routing=True needs .*'soft'; soft routing learns without it"),
+    ({"learn_routing": True, "routing": "top1"}, "learn_routing=True needs .*'top1'$"),
     ({"pi_q": [[1.0]]}, "pi_q must be a tensor, got list"),
     ({"pi_q": uniform(2, 4)}, r"pi_q must be .*\[2, 4, 3\]"),
     ({"pi_k": uniform(1, 5)}, r"pi_k must be .*\[1, 5, 3\]"),

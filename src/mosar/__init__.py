@@ -19,13 +19,16 @@ if TYPE_CHECKING:
     from mosar.core.worth_field import WorthField
     from mosar.integrations.retrofit.entry import retrofit
     from mosar.microscope.look import look
+    from mosar.model.cache.regime import RegimeCache, RegimeLayerCache
 
 __all__ = [
     "MoSARConfig",
     "MoSARReferenceAttention",
     "PostPositionRouter",
     "Regime",
+    "RegimeCache",
     "RegimeKernel",
+    "RegimeLayerCache",
     "WorthField",
     "__version__",
     "build_hard_domain",
@@ -44,7 +47,9 @@ _MODULE_OF = {
     "MoSARReferenceAttention": "core.reference_attention",
     "PostPositionRouter": "core.routers",
     "Regime": "core.config",
+    "RegimeCache": "model.cache.regime",
     "RegimeKernel": "core.regimes",
+    "RegimeLayerCache": "model.cache.regime",
     "WorthField": "core.worth_field",
     "build_hard_domain": "core.hard_domain",
     "distance_attention": "attention",

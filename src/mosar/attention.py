@@ -40,6 +40,7 @@ def mosar_attention(
     config: MoSARConfig,
     *,
     routing: Routing = "soft",
+    learn_routing: bool = False,
     scale: float | None = None,
     softcap: float | None = None,
     window: float | None = None,
@@ -62,6 +63,10 @@ def mosar_attention(
     routing: "soft" evaluates all causal pairs with the mixture of gates; "top1" all causal pairs
     with the gate of the one-hot pair (floor e^-B outside the reach); "sparse" only the pairs inside
     the reach. The first `config.num_sinks` keys of a row (of a segment) are always inside, gate 1.
+
+    learn_routing: under "sparse", give pi_q and pi_k a gradient: what every other choice of a token
+    would have changed. So a model trains on exactly what it executes. Each query's own key must be
+    among the keys.
 
     scale: default 1/sqrt(D). softcap: c tanh(s/c) on the scaled score, before the bias. window:
     pairs farther than this do not exist. query_positions [B, T], key_positions [B, S]: integers
@@ -87,6 +92,13 @@ def mosar_attention(
     )
     _check_routing_probabilities(q, k, pi_q, pi_k, config)
     bias = routed_bias(pi_q, pi_k, config, routing)
+    if learn_routing:
+        if not isinstance(bias, LabelBias) or not bias.ends_at_reach:
+            raise ValueError(
+                f"learn_routing=True needs routing='sparse', got routing={routing!r}"
+                + ("; soft routing learns without it" if routing == "soft" else "")
+            )
+        bias = bias.learning(pi_q, pi_k)
     return _attend(q, k, v, layout, bias, scale, softcap, return_lse, impl)
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mosar import MoSARConfig, Regime
+from mosar import MoSARConfig, Regime, mosar_attention
 from mosar.attention import attend
 from mosar.core.bias import LabelBias, RoutingToLearn
 
@@ -64,6 +64,22 @@ def test_it_is_the_change_of_the_output(layout, groups, sinks):
             expected[row, group, token, regime] = ((output(changed) - before) * dout).sum()
         torch.testing.assert_close(gradient, expected, rtol=1e-9, atol=1e-11)
         assert gradient.abs().max() > 0.1
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_the_public_operator_learns_routing_on_request(groups):
+    q, k, v, dout, labels, config, options = problem("segments", groups=groups, sinks=2)
+    pi = [torch.nn.functional.one_hot(x, 3).double() * 0.6 + 0.4 / 3 for x in labels]
+    # One group may be an axis or not.
+    pi = [(x[:, 0] if groups == 1 else x).requires_grad_() for x in pi]
+    plain = mosar_attention(q, k, v, *pi, config, routing="sparse", **options)
+    assert not plain.requires_grad
+    out = mosar_attention(q, k, v, *pi, config, routing="sparse", learn_routing=True, **options)
+    assert torch.equal(out, plain)
+    out.backward(dout)
+    expected = learn(q, k, v, dout, labels, config, options)
+    for given, gradient in zip(pi, expected, strict=True):
+        assert torch.equal(given.grad, gradient.view_as(given))
 
 
 @pytest.mark.parametrize("layout", ["ordinary", "segments", "padding", "window"])

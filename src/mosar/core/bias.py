@@ -12,7 +12,7 @@ Shapes: B batch, Gr routing groups, T queries, S keys, R regimes, H query heads.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -72,6 +72,15 @@ class LabelBias:
     @property
     def groups(self) -> int:
         return self.query.shape[1]
+
+    def learning(self, query: Tensor, key: Tensor, queries: Tensor | None = None) -> LabelBias:
+        """The same, with a gradient for the probabilities [B, T, R] or [B, Gr, T, R] of its labels.
+
+        queries: see `RoutingToLearn`.
+        """
+        if query.dim() == 3:
+            query, key = query[:, None], key[:, None]
+        return replace(self, learned=RoutingToLearn(query, key, queries))
 
     def mixture(self, dtype: torch.dtype) -> MixtureBias:
         """The same gates as a mixture of one; it does not end at the reach."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mosar.core.bias import LabelBias, MixtureBias, RoutingToLearn, routed_bias
+from mosar.core.bias import LabelBias, MixtureBias, routed_bias
 from mosar.core.config import MoSARConfig
 
 
@@ -66,10 +66,7 @@ class LayerRouting(NamedTuple):
         """
         bias = routed_bias(self.query.logits, self.key.logits, config, "sparse")
         assert isinstance(bias, LabelBias)
-        pi_q, pi_k = self.query.probabilities, self.key.probabilities
-        if pi_q.dim() == 3:
-            pi_q, pi_k = pi_q[:, None], pi_k[:, None]
-        return replace(bias, learned=RoutingToLearn(pi_q, pi_k, queries))
+        return bias.learning(self.query.probabilities, self.key.probabilities, queries)
 
 
 class RoutingWithMass(LayerRouting):
