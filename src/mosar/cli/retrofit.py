@@ -100,7 +100,7 @@ def retrofit(
         sources,
         tokenizer,
         settings.length,
-        train=settings.steps,
+        train=settings.total_steps,
         valid=settings.valid_windows,
         text_field=text_field,
     )

@@ -23,7 +23,9 @@ class RetrofitSettings:
     length: int = 4096
     """Tokens of a window."""
     steps: int = 20
-    """Windows that are read; each trains every layer."""
+    """Windows of the first phase; each trains every layer on its own."""
+    tune_steps: int = 0
+    """Windows of the second phase, which trains all layers on the whole model's predictions."""
     updates: int = 3
     """Updates of a layer's routers per window, each on its own queries."""
     queries: int = 96
@@ -42,6 +44,10 @@ class RetrofitSettings:
     """How much more likely than others the global regime is when training begins."""
     learning_rate: float = 3e-3
     """Peak of AdamW's; warmed up over the first updates, then a cosine."""
+    tune_rate: float = 2e-3
+    """The same of the second phase."""
+    tune_cost: float = 0.2
+    """What all pairs cost in the second phase, in nats per token; then it is steered."""
     weight_decay: float = 0.01
     seed: int = 0
     valid_windows: int = 2
@@ -50,8 +56,8 @@ class RetrofitSettings:
     """Steps between checkpoints, and between evaluations."""
 
     def __post_init__(self) -> None:
-        check_counts(self, {"length": 64, "seed": 0})
-        counts = ("steps", "updates", "queries", "valid_windows", "checkpoint_every")
+        check_counts(self, {"length": 64, "seed": 0, "steps": 0, "tune_steps": 0})
+        counts = ("updates", "queries", "valid_windows", "checkpoint_every")
         check_counts(self, dict.fromkeys(counts, 1))
         for name, low, high in (
             ("target_density", 1e-4, 1.0),
@@ -61,11 +67,19 @@ class RetrofitSettings:
             ("entropy_share", 0.0, 1.0),
             ("global_bias", -20.0, 20.0),
             ("learning_rate", 1e-9, 1.0),
+            ("tune_rate", 1e-9, 1.0),
+            ("tune_cost", 1e-7, 1e2),
             ("weight_decay", 0.0, 1.0),
         ):
             check_number(self, name, least=low, most=high)
+        if not self.total_steps:
+            raise ValueError("steps and tune_steps must not both be 0")
         if self.queries > self.length:
             raise ValueError(f"queries must not exceed length={self.length}, got {self.queries}")
+
+    @property
+    def total_steps(self) -> int:
+        return self.steps + self.tune_steps
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

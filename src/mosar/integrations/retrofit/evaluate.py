@@ -85,15 +85,19 @@ def token_losses(attached: Retrofit, window: Tensor) -> Tensor:
     model: Any = attached.model
     window = window.to(model.device)
     hidden = model.base_model(input_ids=window[None, :-1], use_cache=False).last_hidden_state[0]
-    cap = getattr(model.config.get_text_config(decoder=True), "final_logit_softcapping", None)
-    head, losses = model.get_output_embeddings(), []
+    losses = []
     for start in range(0, len(hidden), _CHUNK):
-        logits = head(hidden[start : start + _CHUNK]).float()
-        if cap is not None:
-            logits = torch.tanh(logits / cap) * cap
+        logits = next_token_logits(model, hidden[start : start + _CHUNK])
         targets = window[1:][start : start + _CHUNK]
         losses.append(F.cross_entropy(logits, targets, reduction="none"))
     return torch.cat(losses).cpu()
+
+
+def next_token_logits(model: Any, hidden: Tensor) -> Tensor:
+    """hidden [..., width], the decoder's output -> [..., vocabulary], float32."""
+    logits = model.get_output_embeddings()(hidden).float()
+    cap = getattr(model.config.get_text_config(decoder=True), "final_logit_softcapping", None)
+    return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
 def text_fingerprint(windows: Tensor) -> str:

@@ -156,7 +156,7 @@ def _attend(layer: RoutedLayer, q: Tensor, k: Tensor, v: Tensor, options: dict[s
         layer.observer(layer, q, k, v, options)
     if layer.routing == "dense":
         return distance_attention(q, k, v, **options)  # pyright: ignore[reportReturnType]
-    return attend(q, k, v, layer.route(q, k).bias(layer.config, layer.routing), **options)
+    return attend(q, k, v, layer.bias(q, k), **options)
 
 
 AttentionInterface.register(NAME, routed_attention)

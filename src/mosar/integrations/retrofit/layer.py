@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mosar.core.bias import LabelBias, MixtureBias
 from mosar.core.config import MoSARConfig
 from mosar.core.routers import PostPositionRouter
 from mosar.errors import ModelError
@@ -41,6 +42,8 @@ class OutputProjection:
 
 # Called with the layer, its q [B, H, T, D], k, v [B, K, S, D] and the operators' options.
 Observer = Callable[["RoutedLayer", Tensor, Tensor, Tensor, dict[str, Any]], None]
+# Called with the layer and what its routers say; the labels that it takes instead.
+Labelling = Callable[["RoutedLayer", LayerRouting], LabelBias]
 
 
 class RoutedLayer(nn.Module):
@@ -77,6 +80,8 @@ class RoutedLayer(nn.Module):
         self.residual: Tensor | None = None
         """The residual stream that the layer reads, [B, T, hidden], while an observer looks on."""
         self.observer: Observer | None = None
+        self.labelling: Labelling | None = None
+        """Training only: labels that are drawn, and probabilities that learn from them."""
         self.make_global(torch.Generator().manual_seed(index))
 
     @property
@@ -100,6 +105,13 @@ class RoutedLayer(nn.Module):
         return LayerRouting(
             self.query_router(q.transpose(1, 2)), self.key_router(k.transpose(1, 2))
         )
+
+    def bias(self, q: Tensor, k: Tensor) -> LabelBias | MixtureBias:
+        """What the operators add to the scores."""
+        if self.labelling is None:
+            return self.route(q, k).bias(self.config, self.routing)
+        # The choices of this layer learn from its own output alone, not through its inputs.
+        return self.labelling(self, self.route(q.detach(), k.detach()))
 
     def keep_residual(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Before a block: keeps the residual stream, while an observer looks on."""

@@ -96,8 +96,7 @@ class LayerLearner:
         for update in range(settings.updates):
             queries = torch.randperm(length, generator=generator)[:most].to(given.k.device)
             number = (step - 1) * settings.updates + update
-            for group in self.optimizer.param_groups:
-                group["lr"] = _rate(number, total, settings.learning_rate)
+            self.set_rate(scheduled_rate(number, total, settings.learning_rate))
             fade = max(0.0, 1 - number / max(settings.entropy_share * total, 1e-9))
             with torch.enable_grad():
                 loss, measure = self._loss(
@@ -108,6 +107,10 @@ class LayerLearner:
             self.optimizer.step()
             measures.append(measure)
         return _mean(measures)
+
+    def set_rate(self, rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
 
     @torch.no_grad()
     def measure(self, given: LayerInput, cost_weight: float) -> LayerMeasure:
@@ -164,8 +167,9 @@ def _soften(
     router.bias2[:, -1] = global_bias
 
 
-def _rate(number: int, total: int, peak: float) -> float:
-    warm = min(1.0, (number + 1) / _WARMUP_UPDATES)
+def scheduled_rate(number: int, total: int, peak: float, warmup: int = _WARMUP_UPDATES) -> float:
+    """The learning rate of update `number` < `total`: warmed up, then a cosine."""
+    warm = min(1.0, (number + 1) / warmup)
     return peak * warm * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * number / total)))
 
 

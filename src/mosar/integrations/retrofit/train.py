@@ -1,7 +1,9 @@
-"""Trains the routers of a frozen model: one dense pass per window, every layer learns from its own.
+"""Trains the routers of a frozen model in two phases.
 
-    for each step: a window → the dense model → in each layer: q, k → updates of its routers
-                   → lambda towards the target density → metrics → now and then a checkpoint
+    steps       a window → the dense model → in each layer: q, k → updates of its routers
+                → lambda towards the target density → metrics → now and then a checkpoint
+    tune_steps  a window → the dense model, the routed model → KL → one update of all routers
+    at the end  the routers are moved along the price until the target density is met
 
 The run folder and the loop are those of `mosar train`; the folder gets the adapter besides.
 """
@@ -22,9 +24,16 @@ from mosar.errors import ModelError, NonFiniteError
 from mosar.integrations.retrofit.adapter import copy_routers, save_adapter
 from mosar.integrations.retrofit.attach import Retrofit
 from mosar.integrations.retrofit.base_model import BaseIdentity, check_length, context_length
+from mosar.integrations.retrofit.calibration import calibrate
 from mosar.integrations.retrofit.config import RetrofitConfig, RetrofitSettings
 from mosar.integrations.retrofit.layer import RoutedLayer
-from mosar.integrations.retrofit.learner import LayerInput, LayerLearner, LayerMeasure
+from mosar.integrations.retrofit.learner import (
+    LayerInput,
+    LayerLearner,
+    LayerMeasure,
+    scheduled_rate,
+)
+from mosar.integrations.retrofit.tuning import tune
 from mosar.integrations.retrofit.windows import Windows
 from mosar.training.distributed.team import Team
 from mosar.training.loop import train_run
@@ -72,9 +81,9 @@ def train_retrofit(
     check_length(attached.model, settings.length)
     base = BaseIdentity.of(attached.model) if base is None else base
     learner = RouterLearner(attached, windows, settings, base, start_from, notes)
-    start = train_run(learner, out, Reporter(settings.steps, progress=progress))
+    start = train_run(learner, out, Reporter(settings.total_steps, progress=progress))
     *_, last = read_metrics(out, "valid")
-    return RetrofitRun(out, settings.steps, start, last["density"], last["lost"])
+    return RetrofitRun(out, settings.total_steps, start, last["density"], last["lost"])
 
 
 class RouterLearner(Run):
@@ -93,6 +102,7 @@ class RouterLearner(Run):
         notes: Mapping[str, Any] | None = None,
     ):
         self.cost_weight, start = settings.cost_weight, None
+        self.tune_cost = settings.tune_cost
         if start_from is not None:
             description = copy_routers(attached, start_from, base)
             start = description["weights_sha256"]
@@ -104,7 +114,7 @@ class RouterLearner(Run):
         )
         self.team, self.tokens_per_step = Team(), settings.length
         every = settings.checkpoint_every
-        self.cadence = Cadence(settings.steps, settings.seed, every, every)
+        self.cadence = Cadence(settings.total_steps, settings.seed, every, every)
         self.data_fingerprint = windows.fingerprint
 
     def prepare(self) -> None:
@@ -119,12 +129,59 @@ class RouterLearner(Run):
             self._pass(self.windows.train[0], LayerLearner.soften)
 
     def update(self, step: int, stop: StopRequest | None = None) -> dict[str, Any]:
+        settings = self.settings
+        line = self._learn(step) if step <= settings.steps else self._tune(step)
+        if step == settings.total_steps or (step == settings.steps and settings.tune_steps):
+            calibrate(self.attached, self.windows.valid, settings.target_density)
+        return line
+
+    def _learn(self, step: int) -> dict[str, Any]:
+        """The first phase: each layer from its own attention."""
+
         def learn(learner: LayerLearner, given: LayerInput) -> LayerMeasure:
             return learner.learn(given, step, self.cost_weight)
 
         measures = self._pass(self.windows.train[step - 1], learn, self._offset(step))
         line = self._line(step, "train", measures)
-        self._steer(line["density"])
+        self.cost_weight = self._steer(self.cost_weight, line["density"])
+        return line
+
+    def _tune(self, step: int) -> dict[str, Any]:
+        """The second phase: all layers from what the model predicts."""
+        settings = self.settings
+        number = step - settings.steps - 1
+        if number == 0:
+            if settings.steps == 0:
+                calibrate(self.attached, self.windows.valid, settings.target_density)
+            for optimizer in self.optimizers:
+                # Its moments are of another loss.
+                optimizer.state.clear()
+        rate = scheduled_rate(number, settings.tune_steps, settings.tune_rate, warmup=3)
+        for learner in self.learners:
+            learner.set_rate(rate)
+            learner.optimizer.zero_grad(set_to_none=True)
+        window, offset = self.windows.train[step - 1], self._offset(step)
+        positions = torch.arange(offset, offset + len(window))
+        measure = tune(
+            self.attached, window, positions, self.tune_cost, settings.seed * 1_000_003 + step
+        )
+        for learner in self.learners:
+            learner.optimizer.step()
+        density = float(measure.density.mean())
+        loss = measure.kl + self.tune_cost * density
+        if not math.isfinite(loss):
+            raise NonFiniteError(f"step {step}: the loss is {loss}")
+        line = {
+            "step": step,
+            "split": "train",
+            "loss": loss,
+            "kl": measure.kl,
+            "density": density,
+            "tune_cost": self.tune_cost,
+            "layer_density": measure.density.tolist(),
+            "tokens_per_second": None,
+        }
+        self.tune_cost = self._steer(self.tune_cost, density)
         return line
 
     def evaluate(self, step: int) -> dict[str, Any]:
@@ -149,10 +206,11 @@ class RouterLearner(Run):
         return "the same command goes on"
 
     def state(self) -> dict[str, Any]:
-        return {"cost_weight": self.cost_weight}
+        return {"cost_weight": self.cost_weight, "tune_cost": self.tune_cost}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.cost_weight = state["cost_weight"]
+        self.tune_cost = state.get("tune_cost", self.tune_cost)
 
     def finish(self, out: Path) -> None:
         self.attached.set_routing("sparse")
@@ -197,10 +255,11 @@ class RouterLearner(Run):
             decoder(input_ids=window[None].to(device), position_ids=positions, use_cache=False)
         return [results[index] for index in sorted(results)]
 
-    def _steer(self, density: float) -> None:
+    def _steer(self, price: float, density: float) -> float:
+        """The next price of a pair: higher where more is read than should be."""
         miss = (density - self.settings.target_density) / self.settings.target_density
-        moved = math.log(self.cost_weight) + self.settings.steering * max(min(miss, 1.0), -1.0)
-        self.cost_weight = min(max(math.exp(moved), _LEAST_COST), _MOST_COST)
+        moved = math.log(price) + self.settings.steering * max(min(miss, 1.0), -1.0)
+        return min(max(math.exp(moved), _LEAST_COST), _MOST_COST)
 
     def _line(self, step: int, split: str, measures: list[LayerMeasure]) -> dict[str, Any]:
         def mean(name: str) -> float:
