@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from mosar.core.bias import MixtureBias
 from mosar.core.config import MoSARConfig, check_config
 from mosar.core.inputs import check_attention_inputs, without_autocast
+from mosar.core.layout import is_traced
 from mosar.core.reference_attention import attend_routed
 from mosar.core.regimes import support_reach
 
@@ -88,6 +89,20 @@ def expected_density(
             f"pi_q and pi_k must have one shape that ends in {config.num_regimes} regimes, "
             f"got {list(pi_q.shape)} and {list(pi_k.shape)}"
         )
+    if is_traced() or not (torch.is_grad_enabled() and (pi_q.requires_grad or pi_k.requires_grad)):
+        return _expected_density(pi_q, pi_k, config, segment_ids, valid)
+    # Its R^2 numbers per token are computed again in the backward pass instead of being kept.
+    given = (pi_q, pi_k, config, segment_ids, valid)
+    return checkpoint(_expected_density, *given, use_reentrant=False, preserve_rng_state=False)  # pyright: ignore[reportReturnType]
+
+
+def _expected_density(
+    pi_q: Tensor,
+    pi_k: Tensor,
+    config: MoSARConfig,
+    segment_ids: Tensor | None,
+    valid: Tensor | None,
+) -> Tensor:
     length, device = pi_q.shape[-2], pi_q.device
     # Sums over so many pairs need float32 at least, also under autocast.
     wide = torch.promote_types(pi_q.dtype, torch.float32)

@@ -12,9 +12,11 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from mosar.core.config import MoSARConfig, check_config
 from mosar.core.inputs import without_autocast
+from mosar.core.layout import is_traced
 from mosar.core.outputs import RouterOutput
 
 
@@ -59,10 +61,21 @@ class PostPositionRouter(nn.Module):
         groups = self.config.routing_groups
         if x.dim() == 4 and x.shape[2] % groups:
             raise ValueError(f"x has {x.shape[2]} heads, not a multiple of {groups} routing groups")
-        hidden_BGTH = router_projection(x, self.weight1)
-        return router_decision(
-            hidden_BGTH, self.bias1, self.weight2, self.bias2, self.config.temperature
-        )
+        parameters = (self.weight1, self.bias1, self.weight2, self.bias2)
+        learns = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *parameters))
+        if not learns or is_traced():
+            return self._decide(x, *parameters)
+        # The hidden layer is larger than q and k together with one routing for each head. It is
+        # computed again in the backward pass instead of being kept.
+        return checkpoint(
+            self._decide, x, *parameters, use_reentrant=False, preserve_rng_state=False
+        )  # pyright: ignore[reportReturnType]
+
+    def _decide(
+        self, x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: Tensor
+    ) -> RouterOutput:
+        hidden_BGTH = router_projection(x, weight1)
+        return router_decision(hidden_BGTH, bias1, weight2, bias2, self.config.temperature)
 
     def extra_repr(self) -> str:
         return (

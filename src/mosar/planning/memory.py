@@ -57,11 +57,13 @@ def saved_by_layer(config: RunConfig, mesh: Mesh) -> list[Saved]:
     if config.attention.geometry_class.routed:
         mosar = config.regimes
         groups = _groups(config, mesh)
-        saved += [
-            Saved("routers, before and after GELU", 4 * groups * mosar.router_hidden, 4, 4),
-            Saved("routing probabilities", 2 * groups * mosar.num_regimes, 4, 4),
-            Saved("q and k as the routers read them", query + key, 0, 4),
-        ]
+        saved.append(Saved("routing probabilities", 2 * groups * mosar.num_regimes, 4, 4))
+        if mesh.tensor > 1:
+            # One process computes its routers again in the backward pass instead.
+            saved += [
+                Saved("routers, before and after GELU", 4 * groups * mosar.router_hidden, 4, 4),
+                Saved("q and k as the routers read them", query + key, 0, 4),
+            ]
     return saved
 
 
