@@ -1,5 +1,6 @@
 """What `mosar report` writes: complete, the same again, and nothing that is not its own."""
 
+import os
 import re
 from collections import Counter
 from dataclasses import replace
@@ -177,13 +178,55 @@ def test_a_run_folder_has_a_report_once_it_is_evaluated(tmp_path):
     records = evaluate(folder, lengths=("1x", "2x"), tokens=256, progress=False)
     result = run("report", folder)
     assert result.exit_code == 0, result.output
+    assert result.stderr.startswith(f"mosar: writing the report of {folder}: 6 records of 1 cell\n")
     page = (folder / "report" / "index.html").read_text()
     assert f"{records[0].perplexity:.2f}" in page and "No training record" in page
+    # The microscope's page was made from the checkpoint, and is kept.
+    kept = folder / "looks" / "mosar-seed0.html"
+    assert 'content="mosar look"' in kept.read_text()
+    assert (folder / "report" / "looks" / kept.name).read_bytes() == kept.read_bytes()
+    kept.write_text("kept")
+    assert run("report", folder).exit_code == 0
+    assert (folder / "report" / "looks" / kept.name).read_text() == "kept"
+    os.utime(kept, (1, 1))
+    (data / "tokenizer.json").unlink(missing_ok=True)
+    (data / "manifest.json").unlink()
+    result = run("report", folder)
+    assert result.exit_code == 0
+    assert "no page of the microscope for mosar-seed0: " in result.stderr
+
+
+def test_pages_of_the_microscope_come_with_the_report(tmp_path):
+    folder = small(
+        tmp_path / "run",
+        variants=("rope", "mosar"),
+        seeds=(0, 1),
+        grid={"attention.barrier": [4.0, 6.0]},
+    )
+    out = tmp_path / "out"
+    page = write_report(folder, out)
+    assert "looks/" not in page.read_text() and not (out / "looks").exists()
+    looks = folder / "looks"
+    looks.mkdir()
+    names = ("mosar-seed0", "mosar-seed1", "rope-seed0", "mosar-seed0-attention.barrier=4.0")
+    for name in names:
+        (looks / f"{name}.html").write_text(name)
+    # One for a variant with routers: of its first seed, at the compared point.
+    write_report(folder, out)
+    assert re.findall(r'href="(looks/[^"]*)">([^<]*)<', page.read_text()) == [
+        ("looks/mosar-seed0.html", "MoSAR, seed 0")
+    ]
+    assert files(out / "looks") == {"mosar-seed0.html": b"mosar-seed0"}
+    (looks / "mosar-seed0.html").unlink()
+    (out / "looks" / "mine.html").write_text("mine")
+    write_report(folder, out)
+    assert set(files(out / "looks")) == {"mosar-seed1.html", "mine.html"}
 
 
 def failing(result, *parts):
     assert result.exit_code == 1
-    (line,) = result.stderr.splitlines()
+    *before, line = result.stderr.splitlines()
+    assert all(earlier.startswith("mosar: writing the report of ") for earlier in before)
     assert line.startswith("mosar: error: ")
     for part in parts:
         assert str(part) in line

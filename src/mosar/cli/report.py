@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
 from mosar.cli.app import command
 from mosar.errors import ReportError
+
+if TYPE_CHECKING:
+    from mosar.report.experiment import Experiment
 
 
 @command("report")
@@ -25,10 +28,11 @@ def report(
 ) -> None:
     """Make the report of an experiment: one page, tables, figures.
 
-    index.html needs nothing else and no network; tables.md and tables.tex hold its tables,
-    figures/ its figures as .png and .svg. Only records are read; equal records give equal files.
+    index.html needs no network; tables.md and tables.tex hold its tables, figures/ its figures as
+    .png and .svg. Equal records give equal files. For each variant with routers whose run folder
+    is there, the microscope reads a fixed paragraph, and the report links its page in looks/.
 
-    Of retrofitted models, one or a folder of several, report.md and their frontier are written.
+    For retrofitted models, one or a folder of several, it writes report.md and their frontier.
 
     Example: mosar report runs/small
 
@@ -46,18 +50,43 @@ def report(
 
 def report_experiment(folder: Path, out: Path | None = None) -> None:
     """Writes the report of an experiment folder; prints its main table and its path."""
+    import sys
+
     from rich.console import Console
 
     from mosar.report.experiment import load_experiment
+    from mosar.report.formats import plural
     from mosar.report.terminal import main_table_renderable
     from mosar.report.write import write_report
 
-    page = write_report(folder, out)
     experiment = load_experiment(folder)
+    records, cells = len(experiment.records), len(experiment.cells)
+    found = f"{plural(records, 'record')} of {plural(cells, 'cell')}"
+    print(f"mosar: writing the report of {folder}: {found}", file=sys.stderr)
+    _keep_looks(experiment)
+    page = write_report(folder, out)
     console = Console()
     if experiment.evaluations:
         console.print(main_table_renderable(experiment, console.width))
     print(f"The report: {page}")
+
+
+def _keep_looks(experiment: Experiment) -> None:
+    """Makes the pages of the microscope that are missing, where the run folders are there."""
+    from mosar.evaluation.progress import say
+    from mosar.microscope.sample import keep_look
+    from mosar.report.comparison import Comparison
+    from mosar.report.experiment import look_path, run_folder
+
+    folder = experiment.folder
+    for cells in Comparison(experiment).routed_cells.values():
+        cell = next((cell for cell in cells if run_folder(folder, cell).is_dir()), None)
+        if cell is None:
+            continue
+        try:
+            keep_look(run_folder(folder, cell), look_path(folder, cell))
+        except (RuntimeError, ValueError, OSError) as error:
+            say(f"no page of the microscope for {cell.name}: {' '.join(str(error).split())}")
 
 
 def report_retrofit(folder: Path) -> None:

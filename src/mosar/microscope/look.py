@@ -48,6 +48,8 @@ class Look:
     savings: Savings
     gated: bool
     """False: attention is the base model's own, and routers were attached to it."""
+    hard: bool
+    """Whether it was trained with hard routing and never reads outside of the support."""
 
     @property
     def labels(self) -> Tensor:
@@ -102,6 +104,7 @@ def look(
         rankings=rank_choosers(labels, read.pieces, subject.config),
         savings=sum_savings(views, subject.config, subject.key_copies),
         gated=subject.gated,
+        hard=subject.hard,
     )
 
 
@@ -114,15 +117,16 @@ class _DecoderSubject:
         geometry = decoder.geometries[0]
         if not isinstance(geometry, MoSAR):
             raise ModelError(
-                f"the model has no routers: its geometry is {decoder.attention_config.geometry}, "
-                "and there is no choice to look at"
+                f"the model has no routers: its geometry is {decoder.attention_config.geometry}; "
+                "give a variant with routers, such as mosar"
             )
         self.decoder, self.config, self.key_copies = decoder, geometry.config, geometry.key_copies
-        self.notes = []
-        if geometry.is_hard:
+        self.notes, self.hard = [], geometry.is_hard
+        if self.hard:
             self.notes.append(
-                "The model was trained with hard routing and never reads outside of the support; "
-                "shares outside are what its scores would give pairs at the floor of their gates."
+                "The model was trained with hard routing and never reads outside of the support. "
+                "The shares outside are what such pairs would get if they kept the floor of their "
+                "gates."
             )
 
     @torch.inference_mode()
@@ -145,7 +149,7 @@ class _DecoderSubject:
 class _RetrofitSubject:
     """A model of others with routers of ours."""
 
-    gated, key_copies, notes = False, 1, ()
+    gated, hard, key_copies = False, False, 1
 
     def __init__(self, attached: Retrofit):
         from mosar.integrations.retrofit.base_model import context_length

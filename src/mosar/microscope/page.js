@@ -260,7 +260,7 @@
     $("group").value = state.group;
     for (const button of roles) button.setAttribute("aria-pressed", String(Number(button.dataset.role) === state.role));
     shade(); mark(); describe(); drawMap(); drawCross();
-    $("map-note").textContent = `What each token chose as ${["a query", "a key"][state.role]}: ${rows} rows of ${number(T)} tokens.`;
+    $("map-note").textContent = `What each token chose as ${["a query", "a key"][state.role]}: ${rows} rows of ${number(T)} token${T === 1 ? "" : "s"}.`;
   }
   function choose(i) {
     state.token = i;
@@ -329,8 +329,8 @@
           line.append(cell, ...[number(what === "pieces" ? chooser.count : chooser.position), percent(chooser.far), percent(chooser.reach)].map((value) => element("td", value)));
           line.addEventListener("click", () => { choose(chooser.position); $("reading").scrollIntoView(); });
         }
-        const block = element("div");
-        block.append(element("h4", `${name}, ${titles[side]}`), table);
+        const block = element("div"), none = element("p", `None chose ${regimes.at(-1).name}.`, "note");
+        block.append(element("h4", `${name}, ${titles[side]}`), body.rows.length ? table : none);
         pair.append(block);
       }
       card.append(pair);

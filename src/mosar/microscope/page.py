@@ -137,11 +137,14 @@ def _tiles(look: Look) -> list[tuple[str, str, str]]:
     outside = sum(savings.layer_outside) / layers
     copies = f"; each key is stored {savings.key_copies} times" if savings.key_copies > 1 else ""
     choices = f"{layers} layers × {groups} routing group{'s' if groups > 1 else ''}"
+    lies, remark = "lies", "of what a token may read, on average"
+    if look.hard:
+        lies, remark = "would lie", "if pairs there kept the floor of their gates"
     return [
         (f"{length:,}", "tokens", choices),
         (percent(reads), "of the pairs are read", "the support over all causal pairs"),
         (percent(alive), "of the dense cache is kept", f"keys in reach at the end{copies}"),
-        (percent(outside), "of the attention lies outside", "of what a token may read, on average"),
+        (percent(outside), f"of the attention {lies} outside", remark),
     ]
 
 

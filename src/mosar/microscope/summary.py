@@ -39,7 +39,10 @@ class Chooser:
 
 @dataclass(frozen=True)
 class Ranking:
-    """Of one role: pieces and positions, the most global and the most local ones."""
+    """Of one role: pieces and positions, the most global and the most local ones.
+
+    The lists of far ones hold none that never chose the global regime.
+    """
 
     far_pieces: list[Chooser]
     near_pieces: list[Chooser]
@@ -82,7 +85,10 @@ def _mean(found: list[Chooser]) -> Chooser:
 
 
 def _ends(choosers: list[Chooser]) -> tuple[list[Chooser], list[Chooser]]:
-    far = sorted(choosers, key=lambda c: (-c.far, -c.reach, -c.count, c.position))
+    far = sorted(
+        (chooser for chooser in choosers if chooser.far),
+        key=lambda c: (-c.far, -c.reach, -c.count, c.position),
+    )
     near = sorted(choosers, key=lambda c: (c.reach, c.far, -c.count, c.position))
     return far[:_LISTED], near[:_LISTED]
 

@@ -113,6 +113,12 @@ class Comparison:
         ]
 
     @cached_property
+    def routed_cells(self) -> dict[str, list[Cell]]:
+        """The compared cells of each variant with routers, by seed."""
+        ordered = sorted(self.cells.values(), key=lambda cell: cell.seed)
+        return {name: [cell for cell in ordered if cell.variant == name] for name in self.routed}
+
+    @cached_property
     def factors(self) -> list[float]:
         """Lengths over the training length, ascending."""
         return sorted({factor for _, factor, _ in self._records})

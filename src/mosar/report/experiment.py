@@ -4,6 +4,7 @@ DIR/records/**/*.jsonl   what the cells gave (or DIR/*.jsonl, where there is no 
 DIR/benchmarks/*.jsonl   optional
 DIR/failures/*.json      cells that failed
 DIR/experiment.json      what was asked for
+DIR/looks/<cell>.html    optional: pages of the microscope, which a report links
 
 Or a run folder of mosar train: DIR/evaluations/*.json, what mosar evaluate found.
 """
@@ -31,6 +32,8 @@ from mosar.records import (
 from mosar.report.checks import check_record
 from mosar.schema import decode
 
+LOOKS = "looks"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
@@ -57,6 +60,8 @@ class Experiment:
     decode_benchmarks: tuple[DecodeBenchmark, ...]
     training_benchmarks: tuple[TrainingBenchmark, ...]
     failures: tuple[Failure, ...]
+    looks: dict[str, Path]
+    """By the name of the cell: a page of the microscope."""
 
     @property
     def name(self) -> str:
@@ -121,7 +126,18 @@ def load_experiment(folder: Path | str) -> Experiment:
         decode_benchmarks=tuple(r for r in records if isinstance(r, DecodeBenchmark)),
         training_benchmarks=tuple(r for r in records if isinstance(r, TrainingBenchmark)),
         failures=failures,
+        looks={path.stem: path for path in sorted((folder / LOOKS).glob("*.html"))},
     )
+
+
+def run_folder(folder: Path, cell: Cell) -> Path:
+    """Where the checkpoints of a cell are, if they are still there."""
+    return folder if _is_run(folder) else folder / "cells" / cell.name
+
+
+def look_path(folder: Path, cell: Cell) -> Path:
+    """Where an experiment keeps the page of the microscope for a cell."""
+    return folder / LOOKS / f"{cell.name}.html"
 
 
 def _record_files(folder: Path) -> list[Path]:

@@ -42,10 +42,11 @@ def render_page(
     sections: list[Section],
     pictures: Mapping[str, Picture],
     figures: Sequence[str] = (),
+    looks: Sequence[str] = (),
 ) -> str:
     """The whole document with the pictures of `draw_pictures`.
 
-    `figures` are the names of the files that were made with it.
+    `figures` and `looks` are the names of the files that were made with it.
     """
     style = read_asset("page.css")
     script = read_asset("theme.js") + read_asset("page.js")
@@ -62,6 +63,7 @@ def render_page(
         rows=_rows,
         kind=lambda item: type(item).__name__,
         figures=figures,
+        looks=looks,
         chart=lambda chart: _chart(chart, pictures[chart.name]),
         picture=lambda name: inline(pictures[name], name)[0],
         support=lambda grid, name: inline(draw_support(grid), name)[0],

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from mosar.report.charts import Bars, Chart, Named
@@ -22,7 +23,7 @@ from mosar.report.curves import (
     validation_delta,
 )
 from mosar.report.diagram import Diagram, decoder_diagram
-from mosar.report.formats import listed, plural, setting, times
+from mosar.report.formats import listed, plural, setting, slug, times
 from mosar.report.length_charts import (
     delta_by_length,
     density_by_length,
@@ -82,6 +83,25 @@ class Supports:
     initial: int = 0
 
 
+class Link(NamedTuple):
+    """A page beside the report's own."""
+
+    label: str
+    source: Path
+    """Where it is kept; a report brings a copy along."""
+    name: str
+    """Of the copy."""
+
+
+@dataclass(frozen=True)
+class Links:
+    """Pages that come with the report."""
+
+    title: str
+    caption: str
+    links: tuple[Link, ...]
+
+
 @dataclass(frozen=True)
 class Columns:
     """Two stacks side by side where the window is wide enough."""
@@ -98,7 +118,7 @@ class Verdicts:
     table: Table
 
 
-Item = Text | Switch | Supports | Diagram | Columns | Verdicts | Table | Chart | Bars
+Item = Text | Switch | Supports | Diagram | Links | Columns | Verdicts | Table | Chart | Bars
 
 
 class Section(NamedTuple):
@@ -210,10 +230,28 @@ def _geometry(c: Comparison) -> Iterator[Item]:
     if not c.routed:
         return
     yield routing_table(c)
+    yield from _looks(c)
     for variant in c.routed:
         bars = ((times(factor), regime_shares(c, variant, factor)) for factor in c.factors)
         yield from _switch(f"shares-{variant}", "length", bars)
     yield from _shown([density_by_length(c), reach_by_length(c)])
+
+
+def _looks(c: Comparison) -> Iterator[Item]:
+    """One page per routed variant, of the first seed that has one."""
+    kept, links = c.experiment.looks, []
+    for variant, cells in c.routed_cells.items():
+        cell = next((cell for cell in cells if cell.name in kept), None)
+        if cell is not None:
+            label = f"{c.looks[variant].label}, seed {cell.seed}"
+            links.append(Link(label, kept[cell.name], f"{slug(cell.name)}.html"))
+    if links:
+        yield Links(
+            "Under the microscope",
+            "A fixed paragraph, token by token: what each token chose, what it reads and what it "
+            "leaves out. mosar look makes such a page for any text.",
+            tuple(links),
+        )
 
 
 def _sparse(c: Comparison) -> Iterator[Item]:

@@ -13,10 +13,10 @@ from mosar.files import replace_synced
 from mosar.report.charts import Chart
 from mosar.report.comparison import Comparison
 from mosar.report.drawing import draw_charts, draw_pictures, draw_supports, render_figure
-from mosar.report.experiment import ReportError, load_experiment
+from mosar.report.experiment import LOOKS, ReportError, load_experiment
 from mosar.report.markup import latex_tables, markdown_tables
 from mosar.report.page import render_page
-from mosar.report.sections import Section, Supports, all_items, all_tables, make_sections
+from mosar.report.sections import Links, Section, Supports, all_items, all_tables, make_sections
 
 PAGE = "index.html"
 _FORMATS = ("png", "svg")
@@ -33,12 +33,10 @@ def write_report(folder: Path | str, out: Path | str | None = None) -> Path:
     c = Comparison(experiment)
     sections = make_sections(c)
     tables = all_tables(sections)
-    figures = out / "figures"
+    links = [link for item in all_items(sections) if isinstance(item, Links) for link in item.links]
     try:
-        figures.mkdir(parents=True, exist_ok=True)
-        if figures.resolve().parent != out.resolve():
-            raise ReportError(f"{figures} leads out of the report's folder; remove that link")
-        stale = _former_figures(out / PAGE)
+        figures = _folder(out, "figures")
+        former = {name: _former(out / PAGE, name) for name in ("figures", LOOKS)}
         pictures = draw_pictures(all_items(sections))
         names = []
         for name, picture in pictures.items():
@@ -49,25 +47,38 @@ def write_report(folder: Path | str, out: Path | str | None = None) -> Path:
             for suffix in _FORMATS:
                 names.append(f"{name}.{suffix}")
                 _write(figures, names[-1], render_figure(figure, suffix, dpi=160))
-        for name in stale - set(names):
-            (figures / name).unlink(missing_ok=True)
+        for link in links:
+            _write(_folder(out, LOOKS), link.name, link.source.read_bytes())
+        looks = [link.name for link in links]
+        for folder_name, made in (("figures", names), (LOOKS, looks)):
+            for name in former[folder_name] - set(made):
+                (_folder(out, folder_name) / name).unlink(missing_ok=True)
         _write(out, "tables.md", _encoded(markdown_tables(tables, experiment.name)))
         _write(out, "tables.tex", _encoded(latex_tables(tables)))
-        _write(out, PAGE, _encoded(render_page(c, sections, pictures, names)))
+        _write(out, PAGE, _encoded(render_page(c, sections, pictures, names, looks)))
     except OSError as error:
         raise ReportError(f"cannot write {error.filename or out}: {error.strerror}") from None
     return out / PAGE
 
 
-def _former_figures(page: Path) -> set[str]:
-    """Figures that a former report says it made; others in the folder are none of our business."""
+def _folder(out: Path, name: str) -> Path:
+    """A folder of the report, made where it is missing; one that leads elsewhere is refused."""
+    folder = out / name
+    folder.mkdir(parents=True, exist_ok=True)
+    if folder.resolve().parent != out.resolve():
+        raise ReportError(f"{folder} leads out of the report's folder; remove that link")
+    return folder
+
+
+def _former(page: Path, kind: str) -> set[str]:
+    """Files of a kind that a former report says it made; other files there are not ours."""
     try:
         text = page.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return set()
-    found = re.search(r'<meta name="figures" content="([\w. -]*)">', text)
+    found = re.search(rf'<meta name="{kind}" content="([\w. -]*)">', text)
     names = found[1].split() if found else []
-    return {name for name in names if name.endswith(_FORMATS)}
+    return {name for name in names if name.endswith((*_FORMATS, "html"))}
 
 
 def _joint_figures(sections: Iterable[Section]) -> Iterable[tuple[str, Figure]]:
