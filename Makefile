@@ -32,8 +32,8 @@ $(STAMP): pyproject.toml requirements/lock.txt
 reproduce: setup ## train and evaluate all eight variants, quick preset: runs/quick/report; about 15 minutes
 	$(VENV)/bin/mosar reproduce --preset quick --out runs/quick
 
-test: setup ## run the tests (all but those marked slow)
-	$(PY) -m pytest -q -n auto --dist worksteal -m 'not slow'
+test: setup ## run the tests (all but those marked slow or rivals)
+	$(PY) -m pytest -q -n auto --dist worksteal -m 'not slow and not rivals'
 
 check: setup ## what CI runs: ruff, format, pyright, tests
 	$(PY) -m ruff check .

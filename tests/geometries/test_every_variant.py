@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from geometries.laws import LAWS, SCALE, Case
 from model.models import small_decoder, small_model
-from mosar.geometries import UNROUTED, VARIANTS, HeadShape
+from mosar.geometries import UNROUTED, VARIANTS, AttentionConfig, HeadShape
 from mosar.model.decoder import Decoder
 from mosar.training.loop import train
 from training.runs import assert_same_run
@@ -214,6 +214,84 @@ def gradients(decoder, **options):
     found = torch.autograd.grad(loss, list(parameters.values()), materialize_grads=True)
     assert all(gradient.isfinite().all() for gradient in found)
     return dict(zip(parameters, found, strict=True))
+
+
+def filled(**values):
+    """Sets parameters whose names end so; the others stay."""
+
+    def change(geometry):
+        for name, parameter in geometry.named_parameters():
+            for end, value in values.items():
+                if name.endswith(end):
+                    parameter.copy_(torch.as_tensor(value, dtype=parameter.dtype))
+
+    return change
+
+
+def all_global(geometry):
+    """Routers that are sure of the last regime."""
+    for router in (getattr(geometry, f"{side}_router", None) for side in ("query", "key")):
+        if router is not None:
+            filled(weight2=0.0)(router)
+            router.bias2.copy_(torch.eye(router.bias2.shape[-1])[-1] * 1e4)
+
+
+def selection_alone(geometry):
+    """NSA's second branch; hidden is 1."""
+    gates = torch.tensor([-1e4, 1e4, -1e4]).repeat_interleave(SHAPE.num_heads)
+    geometry.gate.weight.copy_(gates[:, None].expand(-1, HIDDEN))
+
+
+# What has no such limit within its settings; test_rivals.py has what is known of these.
+NO_LIMIT = ("alibi", "kerple", "hope-high", "reformer", "selective")
+# Settings and parameters with which a geometry is plain attention, and which one that is.
+LIMITS = {
+    "nope": ({}, None, "nope"),
+    "rope": ({}, None, "rope"),
+    "p-rope": ({"rope_fraction": 1.0}, None, "rope"),
+    "fixed": ({"regime": "G"}, None, "rope"),
+    "rope-mask": ({"regime": "G"}, None, "rope"),
+    "mosar": ({}, all_global, "rope"),
+    "xpos": ({"own": {"base": 1e15}}, None, "rope"),
+    "t5": ({}, filled(table=0.0), "nope"),
+    "fox": ({}, filled(weight=0.0, bias=1e4), "nope"),
+    "adaptive-span": ({}, filled(span=1.0), "rope"),
+    "dynamic-span": ({}, filled(weight=0.0, bias=1e4), "rope"),
+    "switch": ({"composition": "min"}, all_global, "rope"),
+    "gemma3": ({"own": {"window": 1.0}}, None, "rope"),
+    "longformer": ({"own": {"windows": [1.0]}}, None, "rope"),
+    "bigbird": ({"own": {"random": 100}}, None, "rope"),
+    "moba": ({"own": {"top": 100}}, None, "rope"),
+    "dsa": ({"own": {"top": 1.0}}, None, "rope"),
+    "nsa": ({"own": {"selected": 100}}, selection_alone, "rope"),
+    "linformer": (
+        {"own": {"rank": 1.0}, "rope_fraction": 0.0},
+        filled(mixture=torch.eye(4)),
+        "nope",
+    ),
+    "cope": ({}, filled(embedding=0.0), "nope"),
+    "inkling": ({}, filled(profiles=0.0), "nope"),
+    "hope-hyperbolic": ({"own": {"half_life": 1e15}}, None, "nope"),
+}
+
+
+@pytest.mark.parametrize("geometry", LIMITS)
+@torch.no_grad()
+def test_its_limit_is_plain_attention(geometry):
+    """A full budget, an open gate, no bias."""
+    settings, change, limit = LIMITS[geometry]
+    attention = AttentionConfig(geometry=geometry, **settings)
+    layer = enliven(attention.geometry_class(attention, SHAPE).double(), std=0.5)
+    if change is not None:
+        change(layer)
+    q, k, v, hidden = heads()
+    found, _ = layer(q, k, v, scale=SCALE, softcap=1.5, hidden=torch.ones_like(hidden))
+    expected, _ = geometry_of(limit)(q, k, v, scale=SCALE, softcap=1.5)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_every_geometry_has_a_limit_or_says_that_it_has_none():
+    assert set(LIMITS) | set(NO_LIMIT) == {v.geometry for v in VARIANTS.values()}
 
 
 TINY = [

@@ -7,7 +7,8 @@ import torch
 
 from geometries import known_answers
 from geometries.known_answers import DIM, HEADS
-from mosar.attention import distance_attention
+from mosar.attention import distance_attention, mosar_attention
+from mosar.core.config import MoSARConfig, Regime
 from mosar.core.layout import resolve_layout
 from mosar.core.positional import RESCALINGS, rescaled_frequencies
 from mosar.core.reference_attention import dense_attention
@@ -57,6 +58,107 @@ def test_xpos_gives_the_scores_of_rotary_embedding_torch():
     )
 
 
+LONG_SHAPE = HeadShape(
+    HEADS, 1, DIM, max_length=known_answers.LONG, hidden_size=known_answers.HIDDEN
+)
+
+
+def unrotated(geometry, *, parameters=None, hidden=None, **own):
+    """What it makes of the longer inputs where nothing rotates, [1, T, H, D]."""
+    attention = AttentionConfig(geometry=geometry, rope_fraction=0.0, own=own)
+    built = attention.geometry_class(attention, LONG_SHAPE).double()
+    with torch.no_grad():
+        for name, values in (parameters or {}).items():
+            built.get_parameter(name).copy_(values)
+        hidden = known_answers.hidden() if hidden is None else hidden
+        return built(*known_answers.long_heads(), scale=known_answers.SCALE, hidden=hidden)[0]
+
+
+def nsa(branch):
+    """As the package has it: means of `BLOCK` tokens, and one branch alone."""
+    gates = torch.full((3, HEADS, 1), -1e4).double()
+    gates[branch] = 1e4
+    block = known_answers.BLOCK
+    parameters = {
+        "gate.weight": gates.flatten(0, 1).expand(-1, known_answers.HIDDEN),
+        **{f"{x}_weights": torch.full((block,), 1 / block) for x in ("key", "value")},
+        **{f"{x}_map": torch.eye(DIM) for x in ("key", "value")},
+    }
+    own = {"overlap": 1, "block": 1, "selected": known_answers.TOP}
+    own["stride"] = block / known_answers.LONG
+    ones = torch.ones_like(known_answers.hidden())
+    return unrotated("nsa", parameters=parameters, hidden=ones, **own)
+
+
+def dsa():
+    query, key, weight = known_answers.indexer()
+    parameters = {
+        "index_query.weight": query.flatten(0, 1),
+        "index_key.weight": key,
+        "index_weight.weight": weight,
+    }
+    top = known_answers.TOP / known_answers.LONG
+    own = {"top": top, "index_heads": HEADS, "index_dim": DIM}
+    return unrotated("dsa", parameters=parameters, **own)
+
+
+def inkling():
+    mixture, profiles, _ = known_answers.curves()
+    extent = known_answers.EXTENT / known_answers.LONG
+    parameters = {"mixture.weight": mixture, "profiles": profiles}
+    return unrotated(
+        "inkling", parameters=parameters, profiles=known_answers.PROFILES, extent=extent
+    )
+
+
+def cope():
+    positions = known_answers.POSITIONS / known_answers.LONG
+    embedding = known_answers.curves()[2]
+    return unrotated("cope", parameters={"embedding": embedding}, positions=positions)
+
+
+SHARE = known_answers.WINDOW / known_answers.LONG
+OURS = {
+    "selective": lambda: unrotated("selective"),
+    "cope": cope,
+    "inkling": inkling,
+    "window": lambda: unrotated("longformer", windows=[SHARE], global_tokens=0.0),
+    "reformer": lambda: unrotated("reformer", buckets=known_answers.BUCKETS),
+    "nsa_compression": lambda: nsa(0),
+    "nsa_selection": lambda: nsa(1),
+    "dsa": dsa,
+}
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_it_gives_what_the_packages_give(name):
+    expected = torch.tensor(ANSWERS[name]).double()
+    torch.testing.assert_close(OURS[name](), expected, atol=2e-6, rtol=1e-5)
+
+
+def test_gemma3_has_the_masks_of_transformers():
+    *keys, windowed = ANSWERS["gemma3_mask"]
+    for layer, has_window in enumerate(windowed):
+        geometry = AttentionConfig(geometry="gemma3").build(SHAPE._replace(layer=layer))
+        assert (geometry.window is not None) == has_window, layer
+    mask = torch.tensor(keys).bool()
+    v = known_answers.long_heads()[2]
+    scores = known_answers.causal_scores().masked_fill(~mask, -torch.inf)
+    torch.testing.assert_close(unrotated("gemma3", window=SHARE), known_answers.weighed(scores, v))
+
+
+@pytest.mark.rivals
+@pytest.mark.parametrize("name", known_answers.PACKAGES)
+def test_the_packages_still_give_what_is_recorded(name):
+    """Those of the extra `rivals`; a package that is missing fails."""
+    found, expected = known_answers.answer(name), ANSWERS[name]
+    if isinstance(expected, dict):
+        found, expected = list(found.values()), list(expected.values())
+    torch.testing.assert_close(
+        torch.tensor(found).double(), torch.tensor(expected).double(), atol=2e-6, rtol=1e-5
+    )
+
+
 def test_xpos_refuses_positions_that_it_cannot_compute():
     q, k, _ = known_answers.heads()
     at = torch.tensor([[0, 1, 2, 3, 4, 241]])
@@ -79,7 +181,7 @@ def test_hope_high_is_p_rope_by_wavelength(length, dim, rotated):
 def test_rescaled_rotations_are_those_of_transformers(mode):
     frequencies, factor = rescaled_frequencies(mode, 64, 10000.0, 512, 4.0)
     found = torch.tensor([*frequencies.tolist(), factor])
-    torch.testing.assert_close(found, torch.tensor(ANSWERS[mode]), rtol=2e-6, atol=0)
+    torch.testing.assert_close(found, torch.tensor(ANSWERS["rescaled"][mode]), rtol=2e-6, atol=0)
 
 
 def test_t5_has_the_buckets_of_transformers():
@@ -171,3 +273,40 @@ def test_a_span_of_zero_is_the_ramp_and_a_full_one_is_rope():
 def test_dynamic_spans_start_at_the_ramp(ramp, span):
     geometry = build("dynamic-span", ramp=ramp)
     assert torch.allclose(8 * torch.sigmoid(geometry.bias), torch.tensor(span).double())
+
+
+def test_selective_lowers_nothing_where_head_0_likes_nothing():
+    q, k, v = known_answers.heads()
+    q[:, :, 0], k[:, :, 0] = q[:, :, 0].abs(), -k[:, :, 0].abs()
+    attention = AttentionConfig(geometry="selective", rope_fraction=0.0)
+    found, _ = attention.geometry_class(attention, SHAPE)(q, k, v, scale=0.3)
+    torch.testing.assert_close(found, VARIANTS["nope"].build(SHAPE)(q, k, v, scale=0.3)[0])
+
+
+@pytest.mark.parametrize("routing", ["soft", "top1", "sparse"])
+def test_switch_is_mosar_attention_with_global_keys(routing):
+    """Two regimes, the smaller reach of both; keys that are global leave it to the query."""
+    attention = VARIANTS["switch"]
+    geometry = attention.geometry_class(attention, SHAPE).double()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in geometry.parameters():
+            parameter.normal_(generator=generator)
+    q, k, v = known_answers.heads()
+    found, routed = geometry(q, k, v, scale=0.3, routing=routing)
+    at = torch.arange(q.shape[1])[None]
+    q, k = geometry.transform(q, k, at, at)
+    keys = torch.tensor([0.0, 1.0]).double().expand(*q.shape[:2], 2)
+    config = MoSARConfig(
+        max_length=8,
+        regimes=(Regime("M", 2, 1.0), Regime("G", 8, 1.0)),
+        composition="min",
+        barrier=attention.barrier,
+    )
+    expected = mosar_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)),
+        *(routed.query.probabilities, keys, config),
+        scale=0.3,
+        routing=routing,
+    )
+    torch.testing.assert_close(found, expected.transpose(1, 2))

@@ -30,7 +30,7 @@ from mosar.geometries.rope import Rope
 class BlockSelection(Chunked, Rope):
     """RoPE, and whole blocks of keys; a query always reads its own block up to itself."""
 
-    family = "window"
+    family, checked = "window", "its law; rope where all blocks are read"
 
     @dataclass(frozen=True, kw_only=True)
     class Own(OwnSettings):

@@ -68,7 +68,7 @@ class LayerWindow(Rope):
 class Gemma3(LayerWindow):
     """Five layers with a window, then one that reads everything."""
 
-    source = "Gemma 3 (2025)"
+    source, checked = "Gemma 3 (2025)", "its law; transformers"
 
     @dataclass(frozen=True, kw_only=True)
     class Own(OwnSettings):
@@ -89,7 +89,7 @@ class Longformer(LayerWindow):
     The global tokens have no projections of their own, and no head is dilated.
     """
 
-    source = "Beltagy et al. 2020 (Longformer)"
+    source, checked = "Beltagy et al. 2020 (Longformer)", "its law; local-attention"
 
     @dataclass(frozen=True, kw_only=True)
     class Own(OwnSettings):

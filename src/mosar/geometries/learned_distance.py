@@ -82,7 +82,7 @@ class Kerple(Geometry):
     """
 
     family = "distance"
-    source = "Chi et al. 2022 (KERPLE)"
+    source, checked = "Chi et al. 2022 (KERPLE)", "its law; ALiBi at power 1"
     smallest = 0.01
     """Both are held at or above it, and the power at or below 2."""
 

@@ -37,7 +37,7 @@ from mosar.geometries.rope import Rope
 class Linformer(Chunked, Rope):
     """RoPE, own block exactly, and learned mixtures of the blocks before; keys stay unrotated."""
 
-    family = "window"
+    family, checked = "window", "its law; nope where nothing is mixed or rotated"
     source = "Wang et al. 2020 (Linformer), in a causal form"
 
     @dataclass(frozen=True, kw_only=True)

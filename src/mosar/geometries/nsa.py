@@ -54,7 +54,7 @@ class NSA(Chunked, Rope):
     """RoPE, and three branches of attention."""
 
     family, reads_hidden = "window", True
-    source = "Yuan et al. 2025 (NSA)"
+    source, checked = "Yuan et al. 2025 (NSA)", "its law; flash-linear-attention"
 
     @dataclass(frozen=True, kw_only=True)
     class Own(OwnSettings):

@@ -21,7 +21,7 @@ class OneRegime(Rope):
     """RoPE, and the regime that `attention.regime` names."""
 
     settings = Rope.settings | {"regime", "regimes"}
-    source = "MoSAR"
+    source, checked = "MoSAR", "its law"
 
     def __init__(self, attention: AttentionConfig, shape: HeadShape):
         super().__init__(attention, shape)

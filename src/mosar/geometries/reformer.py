@@ -32,7 +32,7 @@ class Reformer(Chunked, Rope):
 
     family = "window"
     reads_by_content = True
-    source = "Kitaev et al. 2020 (Reformer)"
+    source, checked = "Kitaev et al. 2020 (Reformer)", "its law; reformer-pytorch"
 
     @dataclass(frozen=True, kw_only=True)
     class Own(OwnSettings):

@@ -20,7 +20,7 @@ class Rope(Geometry):
     """Rotation of q and k by their positions; below `rope_fraction` 1 the slowest do not turn."""
 
     settings = frozenset({"rope_theta", "rope_fraction"})
-    source = "Su et al. 2021 (RoPE)"
+    source, checked = "Su et al. 2021 (RoPE)", "its law; transformers"
 
     def __init__(self, attention: AttentionConfig, shape: HeadShape):
         super().__init__(attention, shape)
@@ -54,7 +54,7 @@ class HighFrequencyRope(Rope):
     """
 
     settings = frozenset({"rope_theta"})
-    source = "Chen et al. 2024 (HoPE)"
+    source, checked = "Chen et al. 2024 (HoPE)", "its law; p-rope"
 
     @property
     def fraction(self) -> float:

@@ -31,7 +31,7 @@ class Selective(Chunked, Rope):
     """
 
     family = "routing"
-    source = "Leviathan et al. 2025 (Selective Attention)"
+    source, checked = "Leviathan et al. 2025 (Selective Attention)", "its law; x-transformers"
 
     @property
     def kept_notes(self) -> int:
@@ -81,7 +81,7 @@ class CoPE(Chunked):
     """Contextual positions: a query counts the keys that it lets through; no rotation."""
 
     family = "distance"
-    source = "Golovneva et al. 2024 (CoPE)"
+    source, checked = "Golovneva et al. 2024 (CoPE)", "its law; x-transformers"
 
     @dataclass(frozen=True, kw_only=True)
     class Own(OwnSettings):
@@ -110,7 +110,7 @@ class Inkling(Chunked):
     """Each query mixes learned curves of bias over distance; no rotation."""
 
     family, reads_hidden = "distance", True
-    source = "Inkling (Thinking Machines 2026)"
+    source, checked = "Inkling (Thinking Machines 2026)", "its law; x-transformers"
 
     @dataclass(frozen=True, kw_only=True)
     class Own(OwnSettings):

@@ -36,6 +36,7 @@ class Span(Rope):
 
     family, settings = "window", Rope.settings | {"cost_weight", "cost_warmup"}
     source = "Sukhbaatar et al. 2019 (Adaptive Attention Span)"
+    checked = "its law; weights that are masked and normalised again"
 
     @dataclass(frozen=True, kw_only=True)
     class Own(OwnSettings):

@@ -25,7 +25,7 @@ _NEVER = -1e4
 class Switch(MoSAR):
     """A window of N/4 or all of the past, chosen by the query's router."""
 
-    source = "Zhao et al. 2026 (Switch Attention)"
+    source, checked = "Zhao et al. 2026 (Switch Attention)", "its law; mosar_attention"
     settings = MoSAR.settings - {"composition", "exponent", "ladder"}
 
     def __init__(self, attention: AttentionConfig, shape: HeadShape):
