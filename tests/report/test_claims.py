@@ -2,11 +2,12 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from mosar.records import Cell, append_record
-from mosar.report.claims import CLAIMS, judged_claims, medium_reach
+from mosar.records import Cell, EvaluationRecord, append_record, read_records
+from mosar.report.claims import CLAIMS, judged_claims, judged_own_claims, medium_reach
 from mosar.report.comparison import Comparison, Estimate, Setting
 from mosar.report.experiment import load_experiment
 from mosar.report.formats import number
@@ -292,3 +293,36 @@ def test_every_claim_can_fail(tmp_path, monkeypatch):
 def test_nothing_to_judge(tmp_path):
     c = compare(tmp_path, variants=("alibi",), seeds=(0,))
     assert {finding.verdict for _, finding in judged_claims(c)} == {"unmeasured"}
+
+
+@pytest.mark.parametrize(
+    ("shift", "verdicts"),
+    [
+        (0.0, ("holds", "holds", "holds")),
+        # 7 % better than ALiBi becomes 2 %; the sparse pass alone is shifted.
+        (0.05, ("fails", "fails", "holds")),
+    ],
+)
+def test_claims_of_hard_routing_are_judged_where_it_was_measured(tmp_path, shift, verdicts):
+    """Three seeds made of the recorded one: their spread is 0."""
+    recorded = Path(__file__).parents[2] / "results/small/records"
+    (tmp_path / "records").mkdir()
+    for variant in ("alibi", "mosar-plus"):
+        for seed in range(3):
+            for record in read_records(recorded / f"{variant}-seed0.jsonl"):
+                cell = replace(record.cell, seed=seed)
+                if isinstance(record, EvaluationRecord) and record.routing == "sparse":
+                    record = replace(record, loss=record.loss + shift)
+                append_record(
+                    tmp_path / "records" / f"{cell.name}.jsonl", replace(record, cell=cell)
+                )
+    c = Comparison(load_experiment(tmp_path))
+    found = {claim.name: finding for claim, finding in judged_own_claims(c)}
+    # Nothing of mosar-hard or of retrieval is here, so nothing is said of them.
+    assert set(found) == {"hard-exact", "plus-alibi", "plus-density"}
+    assert tuple(found[n].verdict for n in ("hard-exact", "plus-alibi", "plus-density")) == verdicts
+    assert found["plus-density"].ours == "1× 0.073 · 4× 0.020"
+
+
+def test_an_experiment_without_hard_variants_has_no_claims_of_ours(comparison):
+    assert judged_own_claims(comparison) == []

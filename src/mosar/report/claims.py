@@ -1,4 +1,4 @@
-"""The paper's claims, each with what our records say of it."""
+"""The paper's claims, and ours of hard routing, each with what the records say of it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mosar.report.comparison import (
     mean_share,
     paired,
 )
-from mosar.report.formats import percent, share, times
+from mosar.report.formats import MISSING, percent, share, times
 from mosar.report.paper import paper_reach, paper_routing
 from mosar.report.verdicts import (
     BOUNDED,
@@ -42,15 +42,22 @@ from mosar.report.verdicts import (
     tied,
     together,
     unmeasured,
+    within,
 )
 
+# Thresholds of our own claims, set before any recorded run of these variants; in percent.
+EXACT, GOOD, CLEARLY = 0.1, 0.5, 3.0
+# MoSAR-Hard's density may be this many times MoSAR's.
+DENSER = 1.5
+# MoSAR-Plus's density, by factor of the training length.
+FEW = {1.0: 0.20, 4.0: 0.05}
 # The lengths the paper evaluates, as factors of the training length.
 LENGTHS = (1.0, 2.0, 4.0)
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A sentence of the paper that records can speak for or against."""
+    """A sentence that records can speak for or against."""
 
     name: str
     group: str
@@ -61,8 +68,14 @@ class Claim:
 
 
 def judged_claims(c: Comparison) -> list[tuple[Claim, Finding]]:
-    """Every claim with its finding, in the order of the paper's argument."""
+    """Every claim of the paper with its finding, in the order of its argument."""
     return [(claim, claim.measure(c)) for claim in CLAIMS]
+
+
+def judged_own_claims(c: Comparison) -> list[tuple[Claim, Finding]]:
+    """Our claims of hard routing, where something of them was measured."""
+    judged = [(claim, claim.measure(c)) for claim in OWN_CLAIMS]
+    return [(claim, found) for claim, found in judged if found.verdict != "unmeasured"]
 
 
 def _against(a: str, b: str, factor: float, routing: str | None = None):
@@ -183,31 +196,106 @@ def far_accuracy(record: RetrievalRecord, beyond: float | None) -> float | None:
     return sum(row[2] * row[3] for row in rows) / answers if answers else None
 
 
+def _found_from_far(
+    c: Comparison, variant: str, task: str, factor: float, routing: str
+) -> Estimate | None:
+    """Share of right answers from beyond the medium reach, of each seed."""
+    beyond, values = medium_reach(c), {}
+    for record in c.retrievals:
+        accuracy = far_accuracy(record, beyond)
+        which = (record.cell.variant, record.routing, record.length / record.train_length)
+        if which == (variant, routing, factor) and record.task == task and accuracy is not None:
+            values.setdefault(record.cell.seed, []).append(accuracy)
+    means = {seed: sum(v) / len(v) for seed, v in sorted(values.items())}
+    return Estimate(means) if means else None
+
+
 def _long_links(c: Comparison) -> Finding:
     """Of the answers from far that soft routing finds, sparse execution loses few: in each task."""
-    beyond = medium_reach(c)
-
-    def found(task: str, factor: float, routing: str) -> Estimate | None:
-        values: dict[int, list[float]] = {}
-        for record in c.retrievals:
-            accuracy = far_accuracy(record, beyond)
-            which = (record.cell.variant, record.routing, record.length / record.train_length)
-            if which == ("mosar", routing, factor) and record.task == task and accuracy is not None:
-                values.setdefault(record.cell.seed, []).append(accuracy)
-        means = {seed: sum(v) / len(v) for seed, v in sorted(values.items())}
-        return Estimate(means) if means else None
-
     parts = []
     tasks = sorted({record.task for record in c.retrievals}, reverse=True)
     for task, factor in product(tasks, LENGTHS):
-        soft, sparse = found(task, factor, "soft"), found(task, factor, "sparse")
-        finding = unmeasured("")
-        pair = paired(soft, sparse)
-        if pair is not None:
-            ours = " → ".join(share(estimate.mean) for estimate in pair)
-            finding = Finding("", ours, *judge(difference(*pair), -math.inf, LOST))
+        soft, sparse = (
+            _found_from_far(c, "mosar", task, factor, routing) for routing in ("soft", "sparse")
+        )
+        finding = _fewer(soft, sparse)
         parts.append((f"{task} {times(factor)}" if len(tasks) > 1 else times(factor), finding))
     return replace(together(parts), paper="not measured") if parts else unmeasured("not measured")
+
+
+def _fewer(before: Estimate | None, after: Estimate | None) -> Finding:
+    """A share of right answers falls by less than `LOST`."""
+    pair = paired(before, after)
+    if pair is None:
+        return unmeasured("")
+    ours = " → ".join(share(estimate.mean) for estimate in pair)
+    return Finding("", ours, *judge(difference(*pair), -math.inf, LOST))
+
+
+def _of_hard(measure: Callable[[Comparison, str], Finding]) -> Callable[[Comparison], Finding]:
+    """The same of both hard variants."""
+    names = {"Hard": "mosar-hard", "Plus": "mosar-plus"}
+
+    def measured(c: Comparison) -> Finding:
+        parts = [(label, measure(c, variant)) for label, variant in names.items()]
+        known = [(label, found) for label, found in parts if found.verdict != "unmeasured"]
+        return replace(together(known or parts), paper=MISSING)
+
+    return measured
+
+
+def _executes_what_it_learnt(c: Comparison, variant: str) -> Finding:
+    return together(
+        [
+            (
+                times(f),
+                within(c, Setting(variant, f, "sparse"), Setting(variant, f, "top1"), EXACT),
+            )
+            for f in LENGTHS
+        ]
+    )
+
+
+def _denser(c: Comparison) -> Finding:
+    """The density of `mosar-hard` is at most `DENSER` times that of `mosar`."""
+    parts = []
+    for factor in (1.0, 4.0):
+        pair = paired(exact_density(c, "mosar-hard", factor), exact_density(c, "mosar", factor))
+        finding = unmeasured("")
+        if pair is not None:
+            hard, soft = pair
+            ratio = Estimate({seed: hard.values[seed] / soft.values[seed] for seed in hard.values})
+            ours = f"{share(soft.mean)} → {share(hard.mean)}"
+            finding = Finding("", ours, *judge(ratio, -math.inf, DENSER))
+        parts.append((times(factor), finding))
+    return replace(together(parts), paper=MISSING)
+
+
+def _reads_few(c: Comparison) -> Finding:
+    parts = []
+    for factor, most in FEW.items():
+        found = exact_density(c, "mosar-plus", factor)
+        finding = unmeasured("")
+        if found is not None:
+            finding = Finding("", share(found.mean), *judge(found, -math.inf, most))
+        parts.append((times(factor), finding))
+    return replace(together(parts), paper=MISSING)
+
+
+def _finds_like_rope(c: Comparison, variant: str) -> Finding:
+    """Answers from far, RoPE → sparse: at N and at twice that length, in each task."""
+    tasks = sorted({record.task for record in c.retrievals}, reverse=True)
+    parts = [
+        (
+            f"{task} {times(factor)}",
+            _fewer(
+                _found_from_far(c, "rope", task, factor, "native"),
+                _found_from_far(c, variant, task, factor, "sparse"),
+            ),
+        )
+        for task, factor in product(tasks, LENGTHS[:2])
+    ]
+    return together(parts) if parts else unmeasured("")
 
 
 _NEAR, _FAR = "At the training length", "Beyond the training length"
@@ -404,5 +492,77 @@ CLAIMS: tuple[Claim, ...] = (
         "Rare long links are kept: retrieval from beyond the medium reach, soft → sparse routing.",
         _long_links,
         f"Kept: less than {LOST * 100:g} % of the answers are lost at each length.",
+    ),
+)
+
+
+_HARD = "Beyond the paper: trained on what is executed"
+
+OWN_CLAIMS: tuple[Claim, ...] = (
+    Claim(
+        "hard-exact",
+        _HARD,
+        "A hard model executes what it was trained on: sparse against its own top-1 perplexity.",
+        _of_hard(_executes_what_it_learnt),
+        f"Less than {EXACT:g} % apart at every length.",
+    ),
+    Claim(
+        "hard-quality",
+        _HARD,
+        "MoSAR-Hard executed sparsely is as good as MoSAR with soft routing.",
+        lambda c: replace(
+            together(
+                [
+                    (
+                        times(f),
+                        lower(c, Setting("mosar-hard", f, "sparse"), Setting("mosar", f), by=-GOOD),
+                    )
+                    for f in LENGTHS
+                ]
+            ),
+            paper=MISSING,
+        ),
+        f"As good: at most {GOOD:g} % above it.",
+    ),
+    Claim(
+        "hard-density",
+        _HARD,
+        "MoSAR-Hard stays sparse: its density against that of MoSAR.",
+        _denser,
+        f"At most {DENSER:g} times as high.",
+    ),
+    Claim(
+        "plus-alibi",
+        _HARD,
+        "MoSAR-Plus executed sparsely is clearly better than dense ALiBi.",
+        lambda c: replace(
+            together(
+                [
+                    (
+                        times(f),
+                        lower(
+                            c, Setting("mosar-plus", f, "sparse"), Setting("alibi", f), by=CLEARLY
+                        ),
+                    )
+                    for f in LENGTHS
+                ]
+            ),
+            paper=MISSING,
+        ),
+        f"Clearly: by more than {CLEARLY:g} % at every length.",
+    ),
+    Claim(
+        "plus-density",
+        _HARD,
+        "MoSAR-Plus reads few pairs: its exact density.",
+        _reads_few,
+        "Few: at most " + " and ".join(f"{most:g} at {times(f)}" for f, most in FEW.items()) + ".",
+    ),
+    Claim(
+        "hard-links",
+        _HARD,
+        "Hard routing keeps long links: retrieval from beyond the medium reach, RoPE → sparse.",
+        _of_hard(_finds_like_rope),
+        f"Kept: less than {LOST * 100:g} % of the answers are lost.",
     ),
 )

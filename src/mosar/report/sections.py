@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from mosar.report.charts import Bars, Chart, Named
-from mosar.report.claims import Claim, judged_claims
+from mosar.report.claims import Claim, judged_claims, judged_own_claims
 from mosar.report.comparison import BASELINE, Comparison
 from mosar.report.curves import (
     axis_charts,
@@ -182,7 +182,10 @@ def _results(c: Comparison) -> Iterator[Item]:
 
 def _verdicts(c: Comparison) -> Iterator[Item]:
     judged = judged_claims(c)
-    if any(finding.verdict != "unmeasured" for _, finding in judged):
+    if all(finding.verdict == "unmeasured" for _, finding in judged):
+        judged = []
+    judged += judged_own_claims(c)
+    if judged:
         yield Verdicts(tuple(judged), claims_table(judged))
 
 

@@ -361,7 +361,7 @@ def claims_table(judged: list[tuple[Claim, Finding]]) -> Table:
         caption="",
         columns=tuple(
             Column(name, numeric=False)
-            for name in ("the paper's claim", "paper", "ours", "verdict", "it rests on")
+            for name in ("claim", "paper", "ours", "verdict", "it rests on")
         ),
         rows=tuple(
             (

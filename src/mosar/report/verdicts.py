@@ -144,7 +144,12 @@ def higher(c: Comparison, setting: Setting, than: Setting) -> Finding:
 
 def tied(c: Comparison, setting: Setting, with_: Setting) -> Finding:
     """Perplexities are equivalent: two one-sided tests against ± `TIE` percent."""
-    return _relative(c, setting, with_, -TIE, TIE)
+    return within(c, setting, with_, TIE)
+
+
+def within(c: Comparison, setting: Setting, of: Setting, margin: float) -> Finding:
+    """Perplexities differ by less than so many percent, up or down."""
+    return _relative(c, setting, of, -margin, margin)
 
 
 def kept(c: Comparison, setting: Setting, than: Setting) -> Finding:
