@@ -1,21 +1,25 @@
 """The checked-in results: what is rendered follows from the records, and the pages say the same."""
 
 import json
+import math
 import re
 from pathlib import Path
 
 import pytest
 
 from mosar.model.parameters import parameter_parts, total
+from mosar.report.claims import judged_claims, judged_own_claims
 from mosar.report.comparison import Comparison
 from mosar.report.experiment import load_experiment
 from mosar.report.markup import latex_tables, markdown_tables
 from mosar.report.retrofit import find_runs, load_run, retrofit_markdown
 from mosar.report.sections import all_tables, make_sections
 from mosar.report.tables import main_table
+from mosar.report.verdicts import VERDICTS
 from mosar.training.config import resolve_config
 
 ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs/experiments.md"
 FOLDERS = sorted(path.parent for path in (ROOT / "results").glob("*/experiment.json"))
 
 
@@ -86,6 +90,99 @@ def test_the_page_shows_rows_of_the_retrofits_report():
     report = (ROOT / "results/smollm2/report.md").read_text().splitlines()
     assert len(rows) > 20
     assert [row for row in rows if row not in report] == []
+
+
+def test_the_page_shows_claims_as_the_report_judges_them():
+    """In docs/experiments.md: every row of a table of claims, word for word."""
+    comparison = Comparison(load_experiment(ROOT / "results/small"))
+    judged = {
+        claim.text: [finding.paper, finding.ours, VERDICTS[finding.verdict]]
+        for claim, finding in judged_claims(comparison) + judged_own_claims(comparison)
+    }
+    _, *tables = PAGE.read_text().split("| claim | paper | ours | verdict |\n|---|---|---|---|\n")
+    assert len(tables) >= 5
+    for table in tables:
+        rows = [_cells(line) for line in table.partition("\n\n")[0].splitlines()]
+        assert rows
+        for text, *row in rows:
+            assert row == judged[text], text
+
+
+def test_every_number_of_the_page_is_in_a_record():
+    """In docs/experiments.md: each figure stands in a table of a report, or is computed here."""
+    tables = [path.read_text() for path in sorted((ROOT / "results").glob("*/report/tables.md"))]
+    tables.append((ROOT / "results/smollm2/report.md").read_text())
+    known = set(_numbers("\n".join(tables))) | _settings() | _counted() | _of_retrofits()
+    # A row of parameters has a test of its own.
+    page = re.sub(r"^\| `.* % \|$", "", PAGE.read_text(), flags=re.M)
+    page = re.sub(r"```.*?```|`[^`\n]*`|\]\([^)]*\)", " ", page, flags=re.S)
+    unknown = [
+        f"{number} in: {line.strip()}"
+        for line in page.splitlines()
+        for number in _numbers(line)
+        if number not in known
+    ]
+    assert not unknown, "\n".join(unknown)
+
+
+def _numbers(text):
+    """All but small whole numbers, without sign and separators; a percentage counts always."""
+    for found in re.finditer(r"(?<![\w.])(\d[\d,]*(?:\.\d+)?)( ?%| ?×)?", text):
+        number = found[1].rstrip(",").replace(",", "")
+        if "." in number or len(number) > 2 or (found[2] or "").strip() == "%":
+            yield number
+
+
+def _settings():
+    """What the presets set, the paper's size, and reaches of the retrofits."""
+    values = set()
+    for preset in ("small", "retrieval", "paper"):
+        config = resolve_config(variant="mosar", preset=preset, data="nowhere", vocab_size=4096)
+        model, steps = config.model, config.train
+        values |= {model.hidden_size, model.max_length, model.head_dim, model.vocab_size}
+        values |= {steps.steps, steps.warmup_steps}
+        values |= {steps.micro_batch * steps.accumulation * model.max_length}
+        for variant in ("rope", "mosar"):
+            config = resolve_config(variant=variant, preset=preset, data="nowhere", vocab_size=4096)
+            parts = parameter_parts(config.model, config.attention)
+            whole = total(parts)
+            values |= {whole, round(whole / 1e6), whole - model.vocab_size * model.hidden_size}
+            values.add(round((whole - model.vocab_size * model.hidden_size) / 1e6))
+    return {str(value) for value in values}
+
+
+def _counted():
+    """Of the records: tokens that were predicted, answers by distance, shares of parameters."""
+    records = ROOT / "results/small/records"
+    values = set()
+    for line in (records / "mosar-seed0.jsonl").read_text().splitlines()[1:]:
+        values.add(str(json.loads(line)["tokens"]))
+    barrier = "results/passkey_barrier_12/mosar-seed0-attention.barrier=12.jsonl"
+    for path in (records / "passkey/mosar-seed0.jsonl", ROOT / barrier):
+        for record in map(json.loads, path.read_text().splitlines()):
+            if record["kind"] != "retrieval" or record["length"] != record["train_length"]:
+                continue
+            values |= {f"{100 * record['chance']:.1f}", str(record["step"])}
+            far = [row for row in record["by_distance"] if row[0] > record["reaches"]["M"]]
+            values.add(f"{sum(r[2] * r[3] for r in far) / sum(r[3] for r in far):.3f}")
+            values |= {f"{row[2]:.2f}" for row in far}
+            values |= {str(row[1] - 1) for row in far} | {str(row[0]) for row in far}
+    return values | {"500", "610000"}
+
+
+def _of_retrofits():
+    """The gap of each article under sparse routing, in percent."""
+    values = set()
+    for path in sorted((ROOT / "results/smollm2").glob("*/evaluations/retrofit.jsonl")):
+        losses = {}
+        for record in map(json.loads, path.read_text().splitlines()):
+            if record["kind"] == "retrofit" and record["routing"] in ("dense", "sparse"):
+                losses[record["routing"], record["length"]] = record["window_losses"]
+        for (routing, length), dense in losses.items():
+            if routing == "dense" and ("sparse", length) in losses:
+                pairs = zip(losses["sparse", length], dense, strict=True)
+                values |= {f"{100 * math.expm1(sparse - plain):.1f}" for sparse, plain in pairs}
+    return values
 
 
 def _cells(line):
