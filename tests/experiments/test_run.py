@@ -21,7 +21,8 @@ from mosar.experiments.run import run_experiment
 from mosar.experiments.settings import Axis, ExperimentSettings
 from mosar.experiments.work import duration_text
 from mosar.records import EvaluationRecord, TrainingRecord, read_records
-from mosar.report.comparison import Comparison
+from mosar.report.comparison import Comparison, Setting
+from mosar.report.curves import density_by_tokens, perplexity_by_tokens
 from mosar.report.experiment import load_experiment
 from mosar.training.run_folder import locked, read_metrics
 
@@ -71,6 +72,25 @@ def test_records_of_each_cell(small, tmp_path):
         assert len({e.tokens for e in evaluations}) == 1
     asked = json.loads((tmp_path / "e" / "experiment.json").read_text())
     assert asked["preset"] == "smoke" and asked["cells"] == ["rope-seed0", "mosar-seed0"]
+
+
+def test_milestones_are_evaluated_and_drawn(small, tmp_path):
+    changes = (*CHANGES, "train.keep_every=4")
+    run(small("rope", "mosar", changes=changes, lengths=("1x",)), tmp_path / "e")
+    for name, records in records_of(tmp_path / "e").items():
+        steps = [record.step for record in records if isinstance(record, EvaluationRecord)]
+        assert steps == sorted(steps) and set(steps) == {4, STEPS}, name
+    c = Comparison(load_experiment(tmp_path / "e"))
+    # The comparison is of the last step; the chart has both.
+    assert {record.step for record in c.records("mosar")} == {STEPS}
+    chart = perplexity_by_tokens(c, 1.0)
+    assert {line.key for line in chart.series} == {"rope", "mosar"}
+    for line in chart.series:
+        found = c.by_tokens(Setting(line.key, 1.0))
+        assert [p.x * 1e6 for p in line.points] == pytest.approx([4 * 8 * 64, STEPS * 8 * 64])
+        assert [p.y for p in line.points] == pytest.approx([e.mean for e in found.values()])
+    densities = [p.y for p in density_by_tokens(c, 1.0).series[0].points]
+    assert len(densities) == 2 and all(0 < density <= 1 for density in densities)
 
 
 def test_a_finished_cell_is_not_run_again(small, tmp_path):

@@ -34,7 +34,10 @@ Dataset = Annotated[
 Variant = Annotated[str | None, Option(help=f"{VARIANTS}.")]
 Preset = Annotated[
     str | None,
-    Option(help="smoke (seconds), quick (minutes), small (hours), retrieval (a task) or paper."),
+    Option(
+        help="smoke (seconds), quick (minutes), small (hours), medium (a day), retrieval (a task) "
+        "or paper."
+    ),
 ]
 Lengths = Annotated[str, Option(help="Times the training length, like 2x, or tokens, like 2048.")]
 PredictedTokens = Annotated[

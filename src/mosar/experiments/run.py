@@ -32,6 +32,7 @@ from mosar.experiments.work import (
     duration_text,
     evaluation_work,
     guess_seconds,
+    milestones,
     training_work,
 )
 from mosar.files import parse_json, replace_synced
@@ -166,14 +167,16 @@ def run_cell(
     train(config, run, reporter=reporter)
     display.show(f"{label}: evaluating", now=True)
     records: list[Record] = [training_record(run, cell, data=settings.data)]
-    records += evaluate(
-        run,
-        lengths=settings.lengths,
-        data=settings.data if config.data.task == "text" else None,
-        tokens=settings.eval_tokens,
-        progress=False,
-        cell=cell,
-    )
+    for step in (*milestones(config), config.train.steps):
+        records += evaluate(
+            run,
+            lengths=settings.lengths,
+            data=settings.data if config.data.task == "text" else None,
+            tokens=settings.eval_tokens,
+            step=step,
+            progress=False,
+            cell=cell,
+        )
     (out / RECORDS).mkdir(exist_ok=True)
     replace_synced(_records_path(out, cell), b"".join(map(record_line, records)))
     (out / FAILURES / f"{cell.name}.json").unlink(missing_ok=True)

@@ -191,6 +191,21 @@ class Comparison:
         present = {seed: figure for seed, figure in values.items() if figure is not None}
         return Estimate(present) if present else None
 
+    def by_tokens(self, setting: Setting, value: Value = perplexity_of) -> dict[float, Estimate]:
+        """A figure over the seeds at each number of trained tokens, where a run has milestones."""
+        routing = setting.routing or self.own_routing(setting.variant)
+        found: dict[float, dict[int, float]] = {}
+        for record in self.experiment.milestones:
+            run = self.trainings.get(record.cell.variant, {}).get(record.cell.seed)
+            which = (record.cell.variant, factor_of(record), record.routing)
+            figure = value(record)
+            if run is None or figure is None or record.cell.name not in self.cells:
+                continue
+            if which == (setting.variant, setting.factor, routing):
+                tokens = record.step * run.tokens / run.step
+                found.setdefault(tokens, {})[record.cell.seed] = figure
+        return {tokens: Estimate(found[tokens]) for tokens in sorted(found)}
+
     def relative(
         self, setting: Setting, to: Setting, value: Value = perplexity_of
     ) -> Estimate | None:

@@ -13,6 +13,8 @@ from mosar.report.comparison import (
     BASELINE,
     Comparison,
     Estimate,
+    Setting,
+    Value,
     curve_of,
     factor_of,
     mean_mass,
@@ -48,6 +50,42 @@ def validation_curves(c: Comparison) -> Chart:
         y_label="perplexity",
         y_log=True,
         series=tuple(series),
+    )
+
+
+def perplexity_by_tokens(c: Comparison, factor: float) -> Chart:
+    """What more training gives at one length; empty where no milestones were evaluated."""
+    title = f"Perplexity at {times(factor)} against trained tokens"
+    return _by_tokens(c, f"perplexity_by_tokens_{factor:g}x", title, factor, None, perplexity_of)
+
+
+def density_by_tokens(c: Comparison, factor: float) -> Chart:
+    """How the support changes with training, executed sparsely."""
+    title = f"Support density at {times(factor)} against trained tokens"
+    name = f"density_by_tokens_{factor:g}x"
+    return _by_tokens(c, name, title, factor, "sparse", lambda record: record.density)
+
+
+def _by_tokens(
+    c: Comparison, name: str, title: str, factor: float, routing: str | None, value: Value
+) -> Chart:
+    text = share if routing else perplexity
+
+    def curve(variant: str) -> Iterable[Point]:
+        found = c.by_tokens(Setting(variant, factor, routing), value)
+        # One point is no curve.
+        steps = found.items() if len(found) > 1 else ()
+        return [point(tokens / 1e6, estimate, text) for tokens, estimate in steps]
+
+    return Chart(
+        name=name,
+        title=title,
+        caption="Checkpoints of one run, evaluated like the last. Before the last the learning "
+        "rate has not come down yet.",
+        x_label="trained tokens, millions",
+        y_label="density" if routing else "perplexity",
+        y_log=True,
+        series=tuple(variant_series(c, c.routed if routing else c.evaluated, curve)),
     )
 
 

@@ -55,6 +55,8 @@ class Experiment:
     """By the name of the cell; where a cell learnt a task besides text, that one's name tells."""
     evaluations: tuple[EvaluationRecord, ...]
     """One for each cell, length and routing: of the latest step."""
+    milestones: tuple[EvaluationRecord, ...]
+    """The same of every step that was evaluated."""
     retrievals: tuple[RetrievalRecord, ...]
     benchmarks: tuple[AttentionBenchmark, ...]
     decode_benchmarks: tuple[DecodeBenchmark, ...]
@@ -117,6 +119,10 @@ def load_experiment(folder: Path | str) -> Experiment:
         evaluations=_latest(
             (record for record in records if isinstance(record, EvaluationRecord)),
             lambda record: (record.cell.name, record.length, record.routing),
+        ),
+        milestones=_latest(
+            (record for record in records if isinstance(record, EvaluationRecord)),
+            lambda record: (record.cell.name, record.length, record.routing, record.step),
         ),
         retrievals=_latest(
             (record for record in records if isinstance(record, RetrievalRecord)),

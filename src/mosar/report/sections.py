@@ -16,7 +16,9 @@ from mosar.report.comparison import BASELINE, Comparison
 from mosar.report.curves import (
     axis_charts,
     decode_chart,
+    density_by_tokens,
     perplexity_by_position,
+    perplexity_by_tokens,
     retrieval,
     speedup_charts,
     validation_curves,
@@ -268,8 +270,10 @@ def _sparse(c: Comparison) -> Iterator[Item]:
     yield from _switch("mass", "variant", masses) or [missing]
 
 
-def _training(c: Comparison) -> Iterable[Item]:
-    return _shown([validation_curves(c), validation_delta(c)])
+def _training(c: Comparison) -> Iterator[Item]:
+    yield from _shown([validation_curves(c), validation_delta(c)])
+    for name, make in (("milestones", perplexity_by_tokens), ("densities", density_by_tokens)):
+        yield from _switch(name, "length", ((times(f), make(c, f)) for f in c.factors))
 
 
 def _position(c: Comparison) -> Iterable[Item]:

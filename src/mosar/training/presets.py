@@ -5,6 +5,7 @@ smoke      seconds; the tests run it
 quick      one variant in less than two minutes on two cores
 retrieval  two layers that learn a task from `mosar.data.tasks`, about two minutes
 small      a few million parameters, 10 to 20 minutes a variant on two cores
+medium     the model of small on five times the tokens, with milestones on the way: hours a variant
 paper      the published setting: its "500M" are 538 million parameters without the embedding,
            800 million with it
 """
@@ -52,6 +53,12 @@ PRESETS: dict[str, dict[str, Any]] = {
         **_model(256, 6, 4, 2, 64, 768, length=512),
         **_train((1e-3, 1e-4), warmup=100, evaluate=(100, 16), steps=1600, checkpoint_every=100),
         "train.micro_batch": 4,
+    },
+    "medium": {
+        **_model(256, 6, 4, 2, 64, 768, length=512),
+        **_train((1e-3, 1e-4), warmup=100, evaluate=(100, 16), steps=8000, checkpoint_every=100),
+        "train.micro_batch": 4,
+        "train.keep_every": 1600,
     },
     "retrieval": {
         **_model(128, 2, 4, 4, 32, 256, length=256),
