@@ -33,9 +33,12 @@ DOCUMENTS = [
 ]
 
 
-def blocks(language):
+TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
+
+
+def blocks(language, documents=DOCUMENTS):
     """Each fenced block of a language as a parameter: its text, named by file and line."""
-    for document in DOCUMENTS:
+    for document in documents:
         text = document.read_text(encoding="utf-8")
         for match in re.finditer(rf"^```{language}\n(.*?)^```$", text, re.M | re.S):
             line = text.count("\n", 0, match.start()) + 1
@@ -49,10 +52,28 @@ def commands():
             yield pytest.param(shlex.split(command), id=f"{block.id} {command}")
 
 
-@pytest.mark.parametrize("code", list(blocks("python")))
+@pytest.mark.parametrize(
+    "code", list(blocks("python", [page for page in DOCUMENTS if page not in TUTORIALS]))
+)
 def test_python_block_runs(code):
+    run_block(code, {"__name__": "__document__"})
+
+
+def run_block(code, names):
     with contextlib.redirect_stdout(io.StringIO()):
-        exec(compile(code, "<document>", "exec"), {"__name__": "__document__"})
+        exec(compile(code, "<document>", "exec"), names)
+
+
+@pytest.mark.parametrize("tutorial", TUTORIALS, ids=lambda path: path.name)
+def test_the_blocks_of_a_tutorial_build_on_each_other(tutorial, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = {"__name__": "__document__"}
+    for block in blocks("python", [tutorial]):
+        run_block(block.values[0], names)
+    if tutorial.name == "operator.md":
+        # What the page says that the model learnt.
+        assert names["right"] > 0.9 and names["density"] < 0.4
+        assert names["cache"].regime_counts["S"] < 100
 
 
 @pytest.mark.parametrize("command", list(commands()))
