@@ -21,8 +21,8 @@ from typer.testing import CliRunner
 
 import mosar
 from bench.conftest import quick_benchmarks  # noqa: F401
-from mosar import attention
-from mosar.cli import app
+from mosar import attention, geometries
+from mosar.cli import app, report
 from mosar.data import corpora
 from torchrun_commands import check_torchrun
 
@@ -52,6 +52,7 @@ def commands():
             yield pytest.param(shlex.split(command), id=f"{block.id} {command}")
 
 
+@pytest.mark.usefixtures("own_registries")
 @pytest.mark.parametrize(
     "code", list(blocks("python", [page for page in DOCUMENTS if page not in TUTORIALS]))
 )
@@ -64,6 +65,18 @@ def run_block(code, names):
         exec(compile(code, "<document>", "exec"), names)
 
 
+@pytest.fixture
+def own_registries():
+    """What a document registers is forgotten after it."""
+    registries = (geometries.GEOMETRIES, geometries.VARIANTS)
+    before = [dict(registry) for registry in registries]
+    yield
+    for registry, entries in zip(registries, before, strict=True):
+        registry.clear()
+        registry.update(entries)
+
+
+@pytest.mark.usefixtures("own_registries")
 @pytest.mark.parametrize("tutorial", TUTORIALS, ids=lambda path: path.name)
 def test_the_blocks_of_a_tutorial_build_on_each_other(tutorial, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -90,6 +103,9 @@ def test_command_works(command, tmp_path, monkeypatch):
     if program == "torchrun":
         check_torchrun(arguments)
         return
+    if program == "python":
+        assert arguments.pop(0) == "my_variant.py"  # the program mosar with one variant more
+        program = "mosar"
     if program == "pip":
         check_pip_install(*arguments)
         return
@@ -128,6 +144,36 @@ def test_the_first_steps_lead_from_text_to_a_model_in_transformers(tmp_path, mon
         result = CliRunner().invoke(app, shlex.split(command)[1:])
         assert result.exit_code == 0, result.output + result.stderr
     assert (tmp_path / "runs" / "mosar" / "report" / "index.html").exists()
+
+
+@pytest.mark.usefixtures("own_registries")
+def test_the_commands_of_the_reproduction_work_in_their_order(tmp_path, monkeypatch):
+    """As they stand there, with two steps of training; `small` and `make` take too long."""
+    monkeypatch.chdir(tmp_path)
+    part = tuple(sorted(Path(asyncio.__file__).parent.glob("*.py")))
+    monkeypatch.setattr(corpora, "_stdlib_files", lambda: part)
+    tutorial = ROOT / "docs" / "tutorials" / "reproduce.md"
+    (script,) = (block.values[0] for block in blocks("python", [tutorial]))
+    (tmp_path / "my_variant.py").write_text(script, encoding="utf-8")
+    run_block(script, {"__name__": "__document__"})
+    quick = "--jobs 1 --eval-tokens 256 --set train.steps=2 --set train.warmup_steps=1"
+    # Other tests draw reports.
+    monkeypatch.setattr(report, "report_experiment", lambda out: None)
+    ran = set()
+    for block in blocks("bash", [tutorial]):
+        program, *arguments = shlex.split(block.values[0].strip())
+        if program == "make" or "small" in arguments:
+            continue
+        if program == "python":
+            assert arguments.pop(0) == "my_variant.py"
+        if arguments[0] == "reproduce":
+            arguments += quick.split()
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == 0, result.output + result.stderr
+        ran.add(arguments[0])
+    assert ran == {"reproduce", "evaluate", "look"}
+    cells = {path.stem for path in (tmp_path / "runs" / "smoke" / "records").iterdir()}
+    assert cells == {"rope-seed0", "rope-seed1", "mosar-seed0", "mosar-seed1", "log-decay-seed0"}
 
 
 def check_pip_install(install, *arguments):
