@@ -56,6 +56,53 @@ def test_help_is_complete_and_loads_no_heavy_module():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+MISTYPED = (
+    "evaluate TYPO",
+    "report TYPO",
+    "generate TYPO --prompt a",
+    "look TYPO --text TYPO",
+    "export TYPO --out out",
+    "import TYPO --out out",
+    "consolidate TYPO --out out",
+    "train --data TYPO --out out",
+    "train --out TYPO",
+    "train --variant mosar --out TYPO",
+    "train --variant TYPO --out out",
+    "train --preset TYPO --out out",
+    "reproduce --data TYPO --out out",
+    "reproduce --variants TYPO --out out",
+    "plan --preset TYPO",
+    "plan --json TYPO/plan.json",
+    "variants --preset TYPO",
+    "retrofit ./TYPO --out out",
+    "retrofit model --data TYPO --out out",
+    "retrofit model --start-from TYPO --out out",
+    "retrofit model --config TYPO --out out",
+    "bench attention --json TYPO/a.jsonl",
+    "bench decode --config TYPO",
+    "bench decode --labels TYPO.npz",
+    "figure decay-kernels --out TYPO/a.png",
+    "prepare TYPO --out out",
+    "prepare --check TYPO",
+)
+
+
+def test_mistyped_names_are_answered_before_heavy_imports(tmp_path):
+    code = (
+        "import sys\n"
+        "from typer.testing import CliRunner\n"
+        "from mosar.cli import app\n"
+        f"for command in {MISTYPED}:\n"
+        "    result = CliRunner().invoke(app, command.split(), env={'COLUMNS': '500'})\n"
+        "    assert result.exit_code in (1, 2), (command, result.output)\n"
+        "    assert 'TYPO' in result.stderr.splitlines()[-1] or 'data/stdlib' in result.stderr\n"
+        "    assert len(result.stderr.splitlines()) == 1 or result.exit_code == 2, result.stderr\n"
+        "    assert not {'torch', 'matplotlib', 'transformers'} & set(sys.modules), command\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 def test_help_names_every_variant_and_preset():
     for command in ("train", "plan", "reproduce"):
         # Lines may break inside of a name.
@@ -148,7 +195,7 @@ def test_unknown_command_exits_2():
     ("arguments", "config", "parts"),
     [
         (("--out", "a.gif"), None, ("must end in one of .png, .svg, .pdf, got 'a.gif'",)),
-        (("--out", "missing/a.png"), None, ("cannot write missing/a.png: No such file",)),
+        (("--out", "missing/a.png"), None, ("cannot write missing/a.png: its folder",)),
         (("--out", "taken.png"), None, ("cannot write taken.png",)),
         (("--config", "no.json"), None, ("cannot read no.json: No such file",)),
         ((), "{", ("c.json", "must be valid JSON")),

@@ -17,7 +17,7 @@ PUBLIC = (
 )
 HEAVY = ("transformers", "matplotlib", "triton", "typer", "rich")
 # What all parts may import but those that know nothing of files.
-SHARED = {"mosar.errors", "mosar.files", "mosar.lazy", "mosar.schema", "mosar.version"}
+SHARED = {f"mosar.{name}" for name in ("errors", "files", "lazy", "schema", "terminal", "version")}
 PURE = ("core", "kernels", "geometries", "model", "integrations/megatron")
 # Third-party modules and parts of mosar that each part may import, besides the standard library.
 MAY_IMPORT = {

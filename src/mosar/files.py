@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from mosar.errors import MosarError
+from mosar.errors import ModelError, MosarError
 
 CHECKSUM = "checksum"
 LINE_DIGITS = 16
@@ -125,6 +125,12 @@ def sync(path: Path) -> None:
         raise _naming(error, path) from None
     finally:
         os.close(descriptor)
+
+
+def check_folder(folder: Path, what: str, command: str) -> None:
+    """A ModelError where there is no such folder; `command` makes one."""
+    if not folder.is_dir():
+        raise ModelError(f"there is no {what} {folder}; make one with {command}")
 
 
 def make_folder(folder: Path, named: Path | None = None) -> None:

@@ -42,6 +42,7 @@ def test_statistics(run):  # noqa: F811
         assert lines["routing"] == routing
         assert lines["prompt"].startswith("1 tokens in ")
         assert "tokens/s" in lines["writing"] and "dense" in lines["cache"]
+        assert "it reserves room for later keys" in lines["cache"]
         density = float(lines["density"].split()[0])
         assert density == 1.0 if variant == "rope" else 0 < density < 1
 

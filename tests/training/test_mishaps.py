@@ -114,7 +114,7 @@ def test_the_configuration_of_others_is_not_taken_for_a_run(dataset, tmp_path):
 def test_a_mistyped_folder_starts_no_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     line = failed("train", "--out", "runs/typo", "--set", "train.steps=60")
-    assert "there is no run in runs/typo to go on with; a new one is started with" in line
+    assert "there is no run in runs/typo to resume; start one with" in line
     assert not list(tmp_path.iterdir())
 
 

@@ -1,4 +1,4 @@
-"""The terminal's view of benchmark records: a table of columns, and a line about the machine."""
+"""Benchmark records in a terminal: a table, and a line about the machine."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from rich.table import Table
 from rich.text import Text
 
 from mosar.records import Benchmark
+from mosar.terminal import TerminalTable
 
 MIB = 2**-20
 _NONE = "–"
@@ -62,19 +62,22 @@ def make_table(
     columns: Sequence[Column],
     records: Sequence[Benchmark],
     verdicts: Callable[[Any], Sequence[Verdict]],
-) -> Table:
+) -> TerminalTable:
     """One row per record, its targets at the end; a line where the first column changes."""
-    table = Table(title=title, title_justify="left", title_style="bold", header_style="")
     texts = {column: [column.cell(record) for record in records] for column in columns}
     shown = [c for c in columns if not (c.is_optional and set(texts[c]) == {_NONE})]
-    for column in shown:
-        table.add_column(column.name, justify="right" if table.columns else "left", no_wrap=True)
-    table.add_column("target", no_wrap=True)
-    rows = list(zip(*(texts[column] for column in shown), strict=True))
-    for record, row, following in zip(records, rows, [*rows[1:], rows[-1]], strict=True):
-        last = _last_cell(record, verdicts(record))
-        table.add_row(*row, last, end_section=following[0] != row[0])
-    return table
+    cells = zip(*(texts[column] for column in shown), strict=True)
+    return TerminalTable(
+        title=title,
+        heading=[*(column.name for column in shown), "target"],
+        rows=[
+            [*row, _last_cell(record, verdicts(record))]
+            for record, row in zip(records, cells, strict=True)
+        ],
+        num_keys=sum(column.is_head for column in shown),
+        left_aligned=(shown[0].name, "target"),
+        has_sections=True,
+    )
 
 
 def _last_cell(record: Benchmark, verdicts: Sequence[Verdict]) -> Text:

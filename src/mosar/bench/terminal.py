@@ -12,9 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from mosar.bench.comparison import Comparison, R
 from mosar.bench.table import footer, make_table
 from mosar.records import append_record
-
-# Wide enough for every column.
-_WIDTH = 160
+from mosar.terminal import table_console
 
 
 def show_comparison(comparison: Comparison[Any, R], json: Path | None = None) -> list[R]:
@@ -56,10 +54,9 @@ def _show(comparison: Comparison[Any, R], records: Sequence[R]) -> None:
     if not records:
         return
     columns = comparison.columns(records)
-    # A narrower terminal breaks the lines, which reads badly; leaving out figures would be worse.
-    wide = Console(width=max(Console().width, _WIDTH))
+    console = table_console()
     for title in dict.fromkeys(map(comparison.title_of, records)):
         rows = [record for record in records if comparison.title_of(record) == title]
-        wide.print(make_table(title, columns, rows, comparison.verdicts))
+        console.print(make_table(title, columns, rows, comparison.verdicts))
     text = footer(records, comparison.notes(records))
-    Console().print(text, markup=False, highlight=False, soft_wrap=True)
+    console.print(text, markup=False, highlight=False, soft_wrap=True)

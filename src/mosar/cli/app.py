@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -65,6 +66,9 @@ def failures_as_lines(stopped: str) -> Iterator[None]:
         raise _end(130, str(error) or stopped) from None
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+    except BrokenPipeError:
+        # The reader of our output, like head, has read enough.
+        discard_output()
     except OSError as error:
         reason = f"{error.filename}: {error.strerror}" if error.filename else str(error)
         raise _end(1, f"error: {reason}") from None
@@ -74,6 +78,11 @@ def failures_as_lines(stopped: str) -> Iterator[None]:
             raise
         missing = f"this needs {package}, which is not installed"
         raise _end(1, f"error: {missing}: {install_line(_EXTRAS[package])}") from None
+
+
+def discard_output() -> None:
+    """Python flushes stdout at exit; what is left goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def _end(exit_code: int, line: str) -> typer.Exit:
@@ -97,5 +106,11 @@ def root(
 ) -> None:
     """Attention that learns how far each token needs to look.
 
-    Example: mosar figure decay-kernels --out kernels.png
+    A first model in a few minutes, with nothing else installed:
+
+    Example: mosar prepare stdlib --out data/first
+
+    Example: mosar train --preset smoke --data data/first --out runs/first
+
+    Example: mosar generate runs/first --prompt "def " --stats
     """

@@ -88,6 +88,7 @@ def bench_attention(
     Example: mosar bench attention --device cuda --mode sparse,sparse-train,soft-train
     """
     options = locals()
+    _check_files(options)
     from mosar.bench.attention import AttentionComparison
 
     _compare(AttentionComparison, options)
@@ -114,6 +115,7 @@ def bench_train(
     Example: mosar bench train --lengths 512 --softcap plain --seconds 20 --json train.jsonl
     """
     options = locals()
+    _check_files(options)
     from mosar.bench.training import TrainingComparison
 
     _compare(TrainingComparison, options)
@@ -155,11 +157,23 @@ def bench_decode(
     Example: mosar bench decode --model smollm2
     """
     options = locals()
+    _check_files(options)
     from mosar.bench.decode import DecodeComparison
     from mosar.bench.decode_model import ModelDecodeComparison
 
     del options["model" if model is None else "shapes"]
     _compare(DecodeComparison if model is None else ModelDecodeComparison, options)
+
+
+def _check_files(options: dict[str, Any]) -> None:
+    """Errors of paths, before torch is imported."""
+    check_folder_of(options["json"])
+    check_figure("--plot", options.get("plot"))
+    if options.get("config") is not None:
+        options["config"] = load_geometry(options["config"])
+    labels = options.get("labels", "")
+    if labels.endswith(".npz"):
+        Path(labels).stat()
 
 
 def _shapes(text: str) -> tuple[Any, ...]:
@@ -179,7 +193,6 @@ _READ: dict[str, Callable[[Any], Any]] = {
     "shapes": _shapes,
     "lengths": partial(numbers, "--lengths"),
     "memory": lambda text: () if text == "none" else numbers("--memory", text),
-    "config": load_geometry,
 }
 
 
@@ -193,8 +206,6 @@ def _compare(comparison_of: type[Comparison[Any, Any]], options: dict[str, Any])
             if value is not None
         }
     )
-    check_figure("--plot", plot)
-    check_folder_of(json, plot)
     use_threads(threads)
     from mosar.bench.terminal import show_comparison
 

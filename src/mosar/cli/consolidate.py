@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mosar.cli.app import command
-from mosar.cli.options import NewFolder, Run, Step
+from mosar.cli.options import NewFolder, Run, Step, check_run
 
 
 @command("consolidate", stopped="stopped; nothing was left behind")
@@ -15,6 +15,7 @@ def consolidate(run: Run, out: NewFolder, step: Step = None) -> None:
 
     Example: mosar consolidate runs/cluster --out runs/plain
     """
+    check_run(run)
     from mosar.training.distributed import consolidate as consolidation
 
     print(f"{out}: step {consolidation.consolidate(run, out, step)} of {run}")

@@ -17,6 +17,7 @@ from mosar.cli.options import (
     Step,
     Threads,
     check_folder_of,
+    check_run,
     listed,
     numbers,
     use_threads,
@@ -27,9 +28,6 @@ if TYPE_CHECKING:
 
     from mosar.evaluation.loaded_run import LoadedRun
     from mosar.records import EvaluationRecord, Record, RetrievalRecord
-
-# Wide enough for every column.
-_WIDTH = 150
 
 
 @command("evaluate", stopped="stopped; what was finished is in the run folder")
@@ -102,11 +100,13 @@ def evaluate(
 
     Example: mosar evaluate runs/smollm2 --lengths 2048,8192 --baseline-windows 128,512,1088
     """
+    for folder in (run,) if against is None else (run, against):
+        check_run(folder)
+    check_folder_of(json)
     from mosar.integrations.retrofit.entry import is_retrofitted
     from mosar.records import append_record
 
     use_threads(threads)
-    check_folder_of(json)
     asked: dict[str, Any] = {
         "lengths": listed(lengths),
         "routings": None if routing is None else listed(routing),
@@ -161,21 +161,18 @@ def _evaluate_retrofit(
 def _evaluate_run(
     run: Path, step: int | None, against: Path | None, details: bool, asked: dict[str, Any]
 ) -> list[EvaluationRecord] | list[RetrievalRecord]:
-    from rich.console import Console
-
     from mosar.evaluation import table
     from mosar.evaluation.evaluate import evaluate
     from mosar.evaluation.store import EVALUATIONS
     from mosar.records import RetrievalRecord
+    from mosar.terminal import table_console
 
-    # A long evaluation must not end in something that could have been known.
+    # A long evaluation must not fail at its end because of the other run.
     base = None if against is None else _comparable(run, against, step)
     records = evaluate(run, step=step, **asked)
-    console = Console()
-    # A narrower terminal breaks the lines, which reads badly; leaving out figures would be worse.
-    wide = Console(width=max(console.width, _WIDTH))
+    console = table_console()
     if isinstance(records[0], RetrievalRecord):
-        wide.print(table.retrieval_table(cast("list[RetrievalRecord]", records)))
+        console.print(table.retrieval_table(cast("list[RetrievalRecord]", records)))
     else:
         texts = cast("list[EvaluationRecord]", records)
         other = []
@@ -189,9 +186,9 @@ def _evaluate_run(
                 tokens=texts[0].tokens,
                 progress=asked["progress"],
             )
-        wide.print(table.perplexity_table(texts, cast("list[EvaluationRecord]", other)))
+        console.print(table.perplexity_table(texts, cast("list[EvaluationRecord]", other)))
         if details:
-            _show_details(texts, wide)
+            _show_details(texts, console)
         for line in table.time_ratios(texts):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
     console.print(f"records in {run / EVALUATIONS}", markup=False, highlight=False, soft_wrap=True)

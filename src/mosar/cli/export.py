@@ -7,7 +7,7 @@ from typing import Annotated
 from typer import Option
 
 from mosar.cli.app import command
-from mosar.cli.options import MovedData, NewFolder, Run, Step
+from mosar.cli.options import MovedData, NewFolder, Run, Step, check_run
 
 
 @command("export")
@@ -32,6 +32,7 @@ def export(
 
     Example: mosar export runs/mosar --out exported --dtype bfloat16 --routing sparse
     """
+    check_run(run)
     from mosar.integrations.hf.export import export_run
 
     made = export_run(run, out, step=step, dtype=dtype, routing=routing, data=data, force=force)

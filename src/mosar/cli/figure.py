@@ -39,17 +39,17 @@ def decay_kernels(
 
     Example: mosar figure decay-kernels --length 4096 --barrier 4 --out kernels.svg
     """
-    from mosar.core.config import MoSARConfig
-
     if length is not None and config is not None:
         raise ValueError("--length and --config both set the regimes; give one of them")
+    check_figure("--out", out)
+    from mosar.core.config import MoSARConfig
+
     if config is not None:
         geometry = load_geometry(config)
     else:
         geometry = MoSARConfig() if length is None else MoSARConfig.scaled(length)
     changes = {"barrier": barrier, "exponent": exponent, "composition": composition}
     geometry = replace(geometry, **{n: v for n, v in changes.items() if v is not None})
-    check_figure("--out", out)
     from mosar.report.figures import draw_decay_kernels
 
     write_figure(out, draw_decay_kernels(geometry, max_distance))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -12,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument, Option
 
-from mosar.cli.app import command
-from mosar.cli.options import MovedData, Step, Threads, use_threads
+from mosar.cli.app import command, discard_output
+from mosar.cli.options import MovedData, Step, Threads, check_model, use_threads
 from mosar.errors import MosarError
 
 if TYPE_CHECKING:
@@ -64,6 +63,7 @@ def generate(
 
     Example: mosar generate exported --prompt - --temperature 0 --max-new-tokens 50 < prompt.txt
     """
+    check_model(model)
     from mosar.generation.source import open_source
     from mosar.model.generation import Sampling
 
@@ -84,12 +84,10 @@ def generate(
         # Without a prompt, a text begins where another one ended.
         _write(source, timed, tokens or [source.end_of_text], max_new_tokens, sampling, seed)
     except BrokenPipeError:
-        # Whoever read the text has read enough.
-        _discard_output()
-        return
+        raise
     except OSError as error:
-        # What could not be written must not be tried again at exit.
-        _discard_output()
+        # Exit must not try again to write what could not be written.
+        discard_output()
         raise MosarError(error.strerror or str(error)) from None
     except KeyboardInterrupt:
         print()
@@ -132,10 +130,6 @@ def _show(text: str) -> None:
     sys.stdout.flush()
 
 
-def _discard_output() -> None:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-
-
 class _TimedReader:
     """A reader that notes how long each reading took: the prompt first, then token by token."""
 
@@ -157,9 +151,12 @@ def _statistics(timed: _TimedReader, routing: str) -> list[str]:
     if rest:
         lines.append(f"writing    {_rate(sum(n for n, _ in rest), sum(s for _, s in rest))}")
     dense = reader.dense_bytes
+    reason = ""
+    if reader.cache_bytes > dense:
+        reason = "; it reserves room for later keys, so short texts do not save"
     lines.append(
         f"cache      {_bytes(reader.cache_bytes)} for {reader.num_tokens:,} tokens; dense "
-        f"{_bytes(dense)} ({reader.cache_bytes / max(dense, 1):.2f} ×)"
+        f"{_bytes(dense)} ({reader.cache_bytes / max(dense, 1):.2f} ×{reason})"
     )
     lines.append(f"density    {reader.density:.3f} of the causal pairs are inside the support")
     return lines

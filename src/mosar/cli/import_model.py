@@ -8,6 +8,7 @@ from typing import Annotated
 from typer import Argument, Option
 
 from mosar.cli.app import command
+from mosar.files import check_folder
 
 
 @command("import")
@@ -27,6 +28,7 @@ def import_model(
 
     Example: mosar import exported --out runs/again --data data/stdlib
     """
+    check_folder(folder, "folder", "mosar export")
     from mosar.integrations.hf import run_import
 
     print(f"The run: {run_import.import_model(folder, out, data=data)}")

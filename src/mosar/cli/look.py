@@ -15,6 +15,7 @@ from mosar.cli.options import (
     Step,
     Threads,
     check_folder_of,
+    check_model,
     use_threads,
     write_file,
 )
@@ -46,12 +47,13 @@ def look(
 
     Example: mosar look runs/mosar --text article.txt --out look.html
     """
+    check_model(model)
+    check_folder_of(out)
+    content = _read(text)
     from mosar.evaluation.progress import length_progress, say
     from mosar.generation.source import open_source
     from mosar.microscope.look import look as look_at
 
-    check_folder_of(out)
-    content = _read(text)
     use_threads(threads)
     source = open_source(model, step=step, data=data)
     layers = len(source.reader.label_logs)

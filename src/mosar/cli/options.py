@@ -10,7 +10,7 @@ from typer import Argument, Option
 
 import mosar
 from mosar.errors import MosarError
-from mosar.files import replace_synced
+from mosar.files import check_folder, replace_synced
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 # Read from the source that lists them: importing it would load torch.
 _SOURCE = Path(mosar.__file__).with_name("geometries") / "__init__.py"
 _LISTED = re.compile(r'^    "([\w-]+)": (?:AttentionConfig)?\(', re.M)
+DATASET = "data/stdlib"
+_FIGURE_SUFFIXES = (".png", ".svg", ".pdf")
 VARIANTS = ", ".join(_LISTED.findall(_SOURCE.read_text()))
 
 Run = Annotated[Path, Argument(help="A run folder of mosar train.", show_default=False)]
@@ -29,7 +31,7 @@ MovedData = Annotated[
     Path | None, Option("--data", help="Where the data of the run lies, if it was moved.")
 ]
 Dataset = Annotated[
-    Path | None, Option("--data", help="A dataset of mosar prepare; by default data/stdlib.")
+    Path | None, Option("--data", help=f"A dataset of mosar prepare; by default {DATASET}.")
 ]
 Variant = Annotated[str | None, Option(help=f"{VARIANTS}.")]
 Preset = Annotated[
@@ -63,6 +65,37 @@ Threads = Annotated[int | None, Option(min=1, help="Threads of torch; by default
 Progress = Annotated[bool, Option(help="Show progress on stderr.")]
 
 
+# Commands check what they can before they import torch, which takes seconds.
+
+
+def check_run(run: Path) -> None:
+    check_folder(run, "run folder", "mosar train")
+
+
+def check_model(folder: Path) -> None:
+    """A run, an exported model or a retrofit."""
+    check_folder(folder, "folder", "mosar train or export")
+
+
+def check_names(variant: str | None, preset: str | None) -> None:
+    """A ValueError for an unknown variant or preset."""
+    from mosar.schema import check_name
+    from mosar.training.presets import PRESETS
+
+    if variant is not None:
+        check_name("variant", variant, listed(VARIANTS))
+    if preset is not None:
+        check_name("preset", preset, PRESETS)
+
+
+def check_dataset(folder: Path | None) -> None:
+    """A DataError where a dataset is named that is not there."""
+    from mosar.data.manifest import Manifest
+
+    if folder is not None and not folder.is_dir():
+        Manifest.read(folder)
+
+
 def use_threads(threads: int | None) -> None:
     import torch
 
@@ -82,32 +115,32 @@ def numbers(option: str, text: str) -> tuple[int, ...]:
 
 
 def load_geometry(path: Path) -> MoSARConfig:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise MosarError(f"cannot read {path}: {error.strerror}") from None
     from mosar.core.config import MoSARConfig
 
     try:
-        return MoSARConfig.from_json(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise MosarError(f"cannot read {path}: {error.strerror}") from None
+        return MoSARConfig.from_json(text)
     except ValueError as error:
         raise MosarError(f"{path}: {error}") from None
 
 
 def check_folder_of(*paths: Path | None) -> None:
-    """Before a long run: it must not end in a file that cannot be written."""
+    """A MosarError before a long run if one of its files could not be written at the end."""
     for path in paths:
         if path is not None and not path.absolute().parent.is_dir():
             raise MosarError(f"cannot write {path}: its folder does not exist")
 
 
 def check_figure(option: str, path: Path | None) -> None:
-    """Refuses a figure whose name asks for a format that there is not."""
-    if path is None:
-        return
-    from mosar.report.figures import FORMATS
-
-    if path.suffix.lower().removeprefix(".") not in FORMATS:
-        known = ", ".join(f".{name}" for name in FORMATS)
-        raise MosarError(f"{option} must end in one of {known}, got {str(path)!r}")
+    """A MosarError for a figure in an unknown format, or without a folder to write it to."""
+    if path is not None and path.suffix.lower() not in _FIGURE_SUFFIXES:
+        raise MosarError(
+            f"{option} must end in one of {', '.join(_FIGURE_SUFFIXES)}, got {str(path)!r}"
+        )
+    check_folder_of(path)
 
 
 def write_figure(path: Path, figure: Figure) -> None:

@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Option
 
 from mosar.cli.app import command
-from mosar.cli.options import Changes, Preset, Variant, check_figure, write_figure, write_file
+from mosar.cli.options import (
+    Changes,
+    Preset,
+    Variant,
+    check_figure,
+    check_folder_of,
+    check_names,
+    write_figure,
+    write_file,
+)
 from mosar.errors import PlanError
 
 if TYPE_CHECKING:
@@ -85,10 +94,12 @@ def plan(
 
     Example: mosar plan --preset paper --context 16384 --plot plan.png
     """
+    check_names(variant, preset)
+    check_figure("--plot", plot)
+    check_folder_of(None if str(json_file) == "-" else json_file)
     from mosar.planning.plan import make_plan
     from mosar.training.config import resolve_config
 
-    check_figure("--plot", plot)
     config = resolve_config(
         variant=variant or "mosar",
         preset=preset or "paper",

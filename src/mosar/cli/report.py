@@ -38,6 +38,8 @@ def report(
 
     Example: mosar report results/small --out small-report
     """
+    if not folder.is_dir():
+        raise ReportError(f"there is no folder {folder}; make one with mosar reproduce")
     from mosar.report.retrofit import find_runs
 
     if not find_runs(folder):

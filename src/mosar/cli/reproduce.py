@@ -10,12 +10,15 @@ from typer import Option
 
 from mosar.cli.app import command
 from mosar.cli.options import (
+    DATASET,
     VARIANTS,
     Changes,
     Lengths,
     PredictedTokens,
     Preset,
     Progress,
+    check_dataset,
+    check_names,
     listed,
 )
 from mosar.errors import TrainingError, TrainingInterrupted
@@ -79,7 +82,11 @@ def reproduce(
 
     Example: mosar reproduce --variants mosar --grid attention.barrier=4,6,8 --out runs/barrier
     """
-    from mosar.data.config import DataConfig
+    chosen = None if variants is None else listed(variants)
+    check_names(None, preset)
+    for variant in chosen or ():
+        check_names(None if variant == "all" else variant, None)
+    check_dataset(data)
     from mosar.data.prepare import prepare
     from mosar.experiments.run import run_experiment
     from mosar.experiments.settings import Axis, ExperimentSettings
@@ -87,13 +94,12 @@ def reproduce(
     from mosar.geometries import PAPER_VARIANTS
     from mosar.geometries import VARIANTS as ALL_VARIANTS
 
-    default = Path(DataConfig().folder)
-    chosen = PAPER_VARIANTS if variants is None else listed(variants)
+    default = Path(DATASET)
     if chosen == ("all",):
         chosen = tuple(ALL_VARIANTS)
     settings = ExperimentSettings(
         preset=preset or "quick",
-        variants=chosen,
+        variants=PAPER_VARIANTS if chosen is None else chosen,
         seeds=seeds,
         data=default if data is None else data,
         grid=None if grid is None else Axis.parse(grid),

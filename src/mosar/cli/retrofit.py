@@ -10,11 +10,16 @@ from typer import Argument, Option
 
 from mosar.cli.app import command
 from mosar.cli.options import Geometry, Progress, TextField, Threads, load_geometry, use_threads
+from mosar.errors import ModelError
+from mosar.files import check_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from mosar.integrations.retrofit.config import RetrofitSettings
+
+# A density further from its target than this share of it is a miss.
+_NEAR = 0.1
 
 
 @command("retrofit")
@@ -76,6 +81,8 @@ def retrofit(
 
     Example: mosar retrofit models/mine --out runs/try --length 1024 --steps 10 --no-evaluate
     """
+    sources = data or ["stdlib"]
+    _check_paths(model, sources, start_from)
     geometry = None if config is None else load_geometry(config)
     from mosar.cli.report import report_retrofit
     from mosar.core.config import MoSARConfig
@@ -92,7 +99,6 @@ def retrofit(
     use_threads(threads)
     given = {"target_density": target_density, "length": length, "steps": steps}
     named = changed_settings({n: v for n, v in given.items() if v is not None}, changes or ())
-    sources = data or ["stdlib"]
     base_model, tokenizer = load_base(model)
     settings = _settings_for(base_model, named)
     identity = BaseIdentity.of(base_model, _absolute(model))
@@ -121,11 +127,34 @@ def retrofit(
         f"{out}: density {result.density:.3f} (target {settings.target_density:g}) and "
         f"{100 * result.lost:.1f} % of the attention lost at {settings.length} tokens"
     )
+    if abs(result.density - settings.target_density) > _NEAR * settings.target_density:
+        advice = "it reads fewer pairs than asked for; a larger --target-density keeps more"
+        if result.density > settings.target_density:
+            advice = "it reads more pairs than asked for; more --steps bring the density down"
+        print(f"note: the target density was missed: {advice}", file=sys.stderr)
     if evaluate:
         evaluator = Evaluator(attached, out, windows.valid, [settings.length - 1], progress)
         evaluator.routings(ROUTINGS)
         evaluator.speed(ROUNDS)
         report_retrofit(out)
+
+
+def _check_paths(model: str, sources: list[str], start_from: Path | None) -> None:
+    """Errors of paths, before torch and transformers are imported."""
+    from mosar.data.corpora import find_source
+    from mosar.data.manifest import MANIFEST
+
+    path = Path(model)
+    # A name on the hub is NAME or OWNER/NAME.
+    is_path = path.is_absolute() or model.startswith(".") or len(path.parts) > 2
+    is_path |= path.suffix == ".gguf" or (len(path.parts) == 2 and path.parent.is_dir())
+    if is_path and not path.exists():
+        raise ModelError(f"cannot load {model}: there is no such file or folder")
+    for source in sources:
+        if not (Path(source) / MANIFEST).is_file():
+            find_source(source)
+    if start_from is not None:
+        check_folder(start_from, "folder", "mosar retrofit")
 
 
 def _settings_for(model: PreTrainedModel, named: dict[str, Any]) -> RetrofitSettings:

@@ -10,7 +10,18 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Option
 
 from mosar.cli.app import command
-from mosar.cli.options import Changes, Dataset, Preset, Progress, Threads, Variant, use_threads
+from mosar.cli.options import (
+    DATASET,
+    Changes,
+    Dataset,
+    Preset,
+    Progress,
+    Threads,
+    Variant,
+    check_dataset,
+    check_names,
+    use_threads,
+)
 from mosar.errors import TrainingError
 
 if TYPE_CHECKING:
@@ -43,6 +54,12 @@ def train(
 
     Example: mosar train --variant rope --preset smoke --out runs/try --set train.steps=60
     """
+    check_names(variant, preset)
+    if variant is None and preset is None and data is None and not out.is_dir():
+        raise _no_run(out)
+    # A run that is there knows its own data, and a task needs none.
+    needs_default = data is None and not out.is_dir() and not _is_task(preset, changes or [])
+    check_dataset(Path(DATASET) if needs_default else data)
     from mosar.training import loop
     from mosar.training.distributed.environment import launched
 
@@ -64,27 +81,39 @@ def train(
 def choose_config(
     out: Path, variant: str | None, preset: str | None, data: Path | None, changes: Sequence[str]
 ) -> RunConfig:
-    """The configuration that the options ask for; without any, that of the run in `out`.
+    """The configuration that the options ask for; without options, that of the run in `out`.
 
-    A TrainingError where nothing is asked for and there is no run: a mistyped folder.
+    Without options and without a run, the folder was probably mistyped: a TrainingError.
     """
     from mosar.data.config import DataConfig
     from mosar.training.config import changed_config, resolve_config
-    from mosar.training.distributed.environment import launched
     from mosar.training.run_folder import has_run, read_config
 
-    # Absolute: the run may be gone on with from another folder.
+    # Absolute: the run may be resumed from another folder.
     if has_run(out) and variant is None and preset is None:
         moved = [] if data is None else [f"data.folder={data.absolute()}"]
         return changed_config(read_config(out), [*moved, *changes])
     if variant is None and preset is None and data is None:
-        error = TrainingError(
-            f"there is no run in {out} to go on with; a new one is started with --variant, "
-            f"--preset or --data: mosar train --variant {VARIANT} --preset {PRESET} --out {out}"
-        )
-        error.reported_by_peer = launched()[0] > 0
-        raise error
+        raise _no_run(out)
     folder = Path(DataConfig().folder if data is None else data).absolute()
     return resolve_config(
         variant=variant or VARIANT, preset=preset or PRESET, data=folder, changes=changes
     )
+
+
+def _is_task(preset: str | None, changes: Sequence[str]) -> bool:
+    from mosar.training.presets import PRESETS
+
+    is_changed = any(change.strip().startswith("data.task") for change in changes)
+    return is_changed or "data.task" in PRESETS[preset or PRESET]
+
+
+def _no_run(out: Path) -> TrainingError:
+    from mosar.training.distributed.environment import launched
+
+    error = TrainingError(
+        f"there is no run in {out} to resume; start one with --variant, --preset or --data: "
+        f"mosar train --variant {VARIANT} --preset {PRESET} --out {out}"
+    )
+    error.reported_by_peer = launched()[0] > 0
+    return error

@@ -8,7 +8,7 @@ from typing import Annotated
 from typer import Option
 
 from mosar.cli.app import command
-from mosar.cli.options import Preset
+from mosar.cli.options import Preset, check_names
 
 # Columns of a terminal that take the whole table.
 _WIDE = 130
@@ -28,6 +28,7 @@ def variants(
 
     Example: mosar variants --preset paper --json
     """
+    check_names(None, preset)
     from mosar.geometries import VARIANTS
     from mosar.geometries.facts import variant_facts
     from mosar.training.config import resolve_config

@@ -13,6 +13,7 @@ from mosar.attention import Routing
 from mosar.data.manifest import MANIFEST, Manifest
 from mosar.data.tokenizer import Tokenizer, load_tokenizer
 from mosar.errors import DamagedFile, ModelError
+from mosar.files import check_folder
 from mosar.geometries import Geometry, operator_routing
 from mosar.model.decoder import Decoder
 from mosar.records import Cell
@@ -53,8 +54,7 @@ class LoadedRun:
 
         The folder is only read: another process may be training into it.
         """
-        if not run.is_dir():
-            raise ModelError(f"there is no run folder {run}; make one with mosar train")
+        check_folder(run, "run folder", "mosar train")
         if not has_run(run):
             raise ModelError(
                 f"{run} is no run folder: it has no {CONFIG}; give a folder made by mosar train"

@@ -1,22 +1,19 @@
-"""The terminal's view of evaluations: one row a length and routing."""
+"""Evaluations in a terminal: one row per length and routing."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-from rich.console import Group
-from rich.table import Table
-from rich.text import Text
-
 from mosar.records import EvaluationRecord, RetrievalRecord
+from mosar.terminal import TerminalTable
 
 _NONE = "–"
 
 
 def perplexity_table(
     records: Sequence[EvaluationRecord], against: Sequence[EvaluationRecord] = ()
-) -> Group:
+) -> TerminalTable:
     """Perplexities and what the routers did; `against`: another run at the same lengths."""
     found = {(record.length, record.routing): record for record in records}
     first = records[0]
@@ -58,7 +55,7 @@ def perplexity_table(
 
 
 def time_ratios(records: Sequence[EvaluationRecord]) -> list[str]:
-    """How much faster sparse is than top1, a line a length."""
+    """How much faster sparse is than top1, one line per length."""
     seconds = {(record.length, record.routing): record.seconds for record in records}
     lines = []
     for length in dict.fromkeys(record.length for record in records):
@@ -72,7 +69,7 @@ def time_ratios(records: Sequence[EvaluationRecord]) -> list[str]:
     return lines
 
 
-def layer_table(record: EvaluationRecord) -> Group:
+def layer_table(record: EvaluationRecord) -> TerminalTable:
     """What the routers of each layer did under one routing."""
     head = ["layer", "density\nρ", "discarded\nmean", "\np95", "\nworst"]
     head += [f"{role} {name}\n%" for role in ("q", "k") for name in record.regimes]
@@ -89,7 +86,7 @@ def layer_table(record: EvaluationRecord) -> Group:
     return _table(f"layers at length {record.length}, {record.routing}", head, rows)
 
 
-def bucket_table(records: Sequence[EvaluationRecord]) -> Group:
+def bucket_table(records: Sequence[EvaluationRecord]) -> TerminalTable:
     """Perplexity by position in the window, at one length."""
     head = ["positions", *(record.routing for record in records)]
     rows = []
@@ -100,7 +97,7 @@ def bucket_table(records: Sequence[EvaluationRecord]) -> Group:
     return _table(f"perplexity by position at length {records[0].length}", head, rows)
 
 
-def retrieval_table(records: Sequence[RetrievalRecord]) -> Group:
+def retrieval_table(records: Sequence[RetrievalRecord]) -> TerminalTable:
     """Accuracy by distance, a reach marked where its group ends."""
     first = records[0]
     title = (
@@ -124,15 +121,16 @@ def retrieval_table(records: Sequence[RetrievalRecord]) -> Group:
 
 def _table(
     title: str, head: Sequence[str], rows: Sequence[Sequence[str]], *, sections: bool = False
-) -> Group:
+) -> TerminalTable:
     """`sections`: with a line where the first column changes."""
-    table = Table(header_style="")
-    for name in head:
-        table.add_column(name, justify="left" if name == "routing" else "right", no_wrap=True)
-    for row, following in zip(rows, [*rows[1:], [""]], strict=True):
-        table.add_row(*row, end_section=sections and following[0] != row[0])
-    # A title of the table itself would be broken to its width.
-    return Group(Text(title, style="bold"), table)
+    return TerminalTable(
+        title=title,
+        heading=head,
+        rows=rows,
+        num_keys=2 if "routing" in head else 1,
+        left_aligned=("routing",),
+        has_sections=sections,
+    )
 
 
 def _percent(perplexity: float, base: EvaluationRecord | None) -> str:

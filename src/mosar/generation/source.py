@@ -12,7 +12,7 @@ from mosar.data.tokenizer import read_tokenizer
 from mosar.errors import ModelError
 from mosar.evaluation.choices import check_routings
 from mosar.evaluation.loaded_run import LoadedRun
-from mosar.files import parse_json
+from mosar.files import check_folder, parse_json
 from mosar.geometries import Geometry, operator_routing
 from mosar.model.decoder import Decoder
 from mosar.model.generation import DecoderReader, MeasuredReader
@@ -45,8 +45,7 @@ def open_source(
     routing: by default sparse where there are routers. step and data are for run folders: which
     checkpoint, and where the dataset (it has the tokenizer) lies now.
     """
-    if not folder.is_dir():
-        raise ModelError(f"there is no folder {folder}; make one with mosar train or export")
+    check_folder(folder, "folder", "mosar train or export")
     adapter = (folder / ADAPTER).exists()
     values = {} if adapter else _read_config(folder)
     # A run folder's configuration carries its schema, those of transformers a model_type.

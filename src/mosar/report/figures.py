@@ -12,13 +12,12 @@ from mosar.core.config import MoSARConfig
 from mosar.records import AttentionBenchmark
 from mosar.report.charts import DASHED, DOTTED, Chart, Point, Series
 from mosar.report.curves import speedup_charts
-from mosar.report.drawing import FORMATS, draw_charts, render_figure, y_domain
+from mosar.report.drawing import draw_charts, render_figure, y_domain
 from mosar.report.palette import NEUTRAL, Look, pair_looks
 from mosar.report.retrofit import FrontierPoint
 from mosar.report.routing_charts import decay_chart
 
 __all__ = [
-    "FORMATS",
     "draw_decay_kernels",
     "draw_frontier",
     "draw_plan",

@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 
 from mosar.errors import ModelError
 from mosar.files import (
+    check_folder,
     file_checksum,
     parse_json,
     rust_os_errors,
@@ -58,8 +59,7 @@ def load_model(folder: Path | str, *, dtype: torch.dtype | None = None) -> Mosar
     fills what is missing with random numbers, this insists on every parameter.
     """
     folder = Path(folder)
-    if not folder.is_dir():
-        raise ModelError(f"there is no folder {folder}; make one with mosar export")
+    check_folder(folder, "folder", "mosar export")
     if not is_model_folder(folder):
         raise ModelError(
             f"{folder} is no exported model: its {CONFIG} does not say so; make one with mosar "
