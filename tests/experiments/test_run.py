@@ -16,7 +16,8 @@ from mosar.data.prepare import prepare
 from mosar.errors import TrainingError
 from mosar.experiments import run as experiment_run
 from mosar.experiments import work
-from mosar.experiments.jobs import fitting_jobs
+from mosar.experiments.jobs import count_rest, default_threads, fitting_jobs
+from mosar.experiments.progress import Display
 from mosar.experiments.run import run_experiment
 from mosar.experiments.settings import Axis, ExperimentSettings
 from mosar.experiments.work import duration_text
@@ -292,10 +293,29 @@ def test_jobs_follow_from_cores_cells_and_memory(small, monkeypatch):
     cells = settings.cells()
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(8))
     assert fitting_jobs(settings, cells) == 3 and fitting_jobs(settings, cells[:1]) == 1
-    monkeypatch.setattr("mosar.experiments.jobs._free_memory", lambda: 2_000_000_000)
-    assert fitting_jobs(settings, cells) == 2
+    # Threads follow from all cells of the experiment, so that resuming it changes nothing.
+    assert default_threads(settings) == 2
+    monkeypatch.setattr("mosar.experiments.jobs.available_memory", lambda: 2_000_000_000)
+    assert fitting_jobs(settings, cells) == 2 and default_threads(settings) == 2
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(2))
+    assert default_threads(settings) == 1
     gpu = small("rope", "mosar", changes=(*CHANGES, "train.device=cuda"))
-    assert fitting_jobs(gpu, gpu.cells()) == 1
+    assert fitting_jobs(gpu, gpu.cells()) == 1 and default_threads(gpu) is None
+
+
+def test_the_forecast_is_corrected(monkeypatch):
+    """Work counts at the speed it was done with, evaluations too; a failed cell says nothing."""
+    clock = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: clock)
+    display = Display(1000, 100.0, enabled=False)
+    assert display._left() == "0:01:40"
+    # Five times as slow as it was guessed.
+    clock = 250.0
+    display.advance(400)
+    count_rest(display, 100, "")
+    assert display._left() == "0:03:51"
+    count_rest(display, 250, "no memory")
+    assert display._left() == "0:01:55"
 
 
 @pytest.mark.parametrize(

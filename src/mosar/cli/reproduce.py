@@ -57,14 +57,16 @@ def reproduce(
         int | None,
         Option(
             min=1,
-            help="Cells that run side by side, a process each; by default as many as there are "
-            "cores and memory for.",
+            help="How many cells run side by side, each in its own process; by default as many as "
+            "cores and memory allow.",
         ),
     ] = None,
     threads: Annotated[
         int | None,
         Option(
-            min=1, help="Number of torch threads of each cell; by default they share the cores."
+            min=1,
+            help="Number of torch threads of each cell; by default one, or more if there are fewer "
+            "cells than cores.",
         ),
     ] = None,
     progress: Progress = True,

@@ -1,7 +1,7 @@
-"""Cells side by side: a process for each, one display and one Ctrl-C for all of them.
+"""Runs cells side by side: one process for each, with one display and one Ctrl-C for all of them.
 
-A process keeps to its own threads, so it keeps its speed where another one is busy. What a cell
-gives is the same as in one process: it has its own run folder, and its records are written whole.
+A process with one thread keeps its speed while another process is busy. A cell gives the same
+records as alone: it has its own run folder and as many threads, whatever the number of jobs.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from mosar.errors import TrainingInterrupted
+from mosar.experiments.limits import available_cores, available_memory
 from mosar.experiments.progress import Display
 from mosar.experiments.settings import ExperimentSettings
 from mosar.model.parameters import parameter_parts, total
@@ -31,10 +32,12 @@ from mosar.training.config import RunConfig
 from mosar.training.stopping import stop_requests
 
 RunCell = Callable[[ExperimentSettings, Cell, Path, Display, str], None]
-# What a process needs before it has a model, in bytes, and numbers a layer keeps for a token.
-_TORCH, _KEPT = 800_000_000, 40
-# Seconds between looks at the processes, and between their messages.
-_MOMENT = 0.2
+# Bytes of a process without a model.
+_PROCESS_BYTES = 800_000_000
+# Numbers that a layer keeps for the backward pass, per token and hidden unit.
+_NUMBERS_KEPT = 40
+# Between two messages of a process, and between two checks whether it still runs.
+_MESSAGE_SECONDS = 0.2
 
 
 @dataclass
@@ -44,40 +47,43 @@ class Job:
     cell: Cell
     label: str
     process: SpawnProcess
-    end: str | None = None
-    """Why it failed; "": it finished. None: it has not said."""
+    outcome: str | None = None
+    """None while it runs, "" once it finished, otherwise why it failed."""
     text: str = ""
-    counted: int = 0
-    """Of its work, what the display knows of."""
+    work_shown: int = 0
+    """How much of its work the display has counted."""
 
 
 def fitting_jobs(settings: ExperimentSettings, cells: Sequence[Cell]) -> int:
-    """As many as there are cores, cells and memory for; one on any device but the CPU."""
-    if not cells:
+    """As many jobs as there are cores, cells and memory for; one on any device but the CPU."""
+    if not cells or not _is_on_cpu(settings, cells):
         return 1
-    configs = [settings.config(cell) for cell in cells]
-    if any(torch.device(config.train.device).type != "cpu" for config in configs):
-        return 1
-    fits = int(_free_memory() // max(_bytes_needed(config) for config in configs))
-    return max(1, min(len(os.sched_getaffinity(0)), len(cells), fits))
+    needed = max(_bytes_needed(settings.config(cell)) for cell in cells)
+    return max(1, min(available_cores(), len(cells), available_memory() // needed))
 
 
-def _free_memory() -> int:
-    """What could be had, caches that the system would give up included."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        (size,) = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
-        return 1024 * int(size)
-    except (OSError, ValueError):
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+def default_threads(settings: ExperimentSettings) -> int | None:
+    """Threads of each cell; None on any device but the CPU: torch's own choice.
+
+    One, unless there are fewer cells than cores. The number follows from all cells and not from
+    those that are left or run side by side: it decides how sums are rounded, and a resumed cell
+    must go on as it began.
+    """
+    cells = settings.cells()
+    return max(1, available_cores() // len(cells)) if _is_on_cpu(settings, cells) else None
+
+
+def _is_on_cpu(settings: ExperimentSettings, cells: Sequence[Cell]) -> bool:
+    devices = (settings.config(cell).train.device for cell in cells)
+    return all(torch.device(device).type == "cpu" for device in devices)
 
 
 def _bytes_needed(config: RunConfig) -> int:
-    """Roughly: parameters, gradient and two moments, and what the backward pass reads."""
+    """About: parameters, gradients, two moments, and what is kept for the backward pass."""
     model, train = config.model, config.train
     tokens = train.micro_batch * model.max_length
-    activations = tokens * model.num_layers * model.hidden_size * _KEPT
-    return _TORCH + 4 * (4 * total(parameter_parts(model, config.attention)) + activations)
+    activations = tokens * model.num_layers * model.hidden_size * _NUMBERS_KEPT
+    return _PROCESS_BYTES + 4 * (4 * total(parameter_parts(model, config.attention)) + activations)
 
 
 def run_side_by_side(
@@ -94,30 +100,30 @@ def run_side_by_side(
 ) -> None:
     """Runs cells with their labels, at most `jobs` at a time.
 
-    work: of each cell by name, as the display counts it. ended: told of each cell, with its label,
-    why it failed, or "". A signal stops them where they can go on later, as TrainingInterrupted
-    says.
+    work: of each cell by its name, in the display's unit. ended: called when a cell ends, with its
+    label and why it failed, or "". A signal saves all cells that run and raises
+    TrainingInterrupted.
     """
     context = get_context("spawn")
     messages = context.Queue()
     waiting, running = list(cells), dict[str, Job]()
     with stop_requests() as stop:
-        told = False
+        is_passed_on = False
         try:
             while running or (waiting and not stop):
                 while waiting and len(running) < jobs and not stop:
                     cell, label = waiting.pop(0)
                     given = (run_cell, settings, cell, out, label, threads, messages)
                     process = context.Process(target=_run, args=given)
-                    # A child inherits that it hears no Ctrl-C, until it can do something with it.
+                    # The child inherits the blocked Ctrl-C and unblocks it once it can save.
                     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
                     try:
                         process.start()
                     finally:
                         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
                     running[cell.name] = Job(cell, label, process)
-                if stop and not told:
-                    told = True
+                if stop and not is_passed_on:
+                    is_passed_on = True
                     for job in running.values():
                         with suppress(ProcessLookupError):
                             os.kill(job.process.pid or 0, stop.signal_number or signal.SIGTERM)
@@ -128,11 +134,11 @@ def run_side_by_side(
                     job.process.join()
                     _read(messages, running, display)
                     del running[name]
-                    if job.end is None and not stop:
-                        job.end = f"its process ended with exit code {job.process.exitcode}"
-                    if job.end is not None:
-                        display.skip(work[name] - job.counted)
-                        ended(job.cell, job.label, job.end)
+                    if job.outcome is None and not stop:
+                        job.outcome = f"its process ended with exit code {job.process.exitcode}"
+                    if job.outcome is not None:
+                        count_rest(display, work[name] - job.work_shown, job.outcome)
+                        ended(job.cell, job.label, job.outcome)
         finally:
             for job in running.values():
                 job.process.kill()
@@ -140,9 +146,17 @@ def run_side_by_side(
         raise TrainingInterrupted("stopped", stop.signal_number or signal.SIGTERM)
 
 
+def count_rest(display: Display, work: int, failure: str) -> None:
+    """Counts the work of a cell that was not shown while it ran: evaluation, or what it left."""
+    if failure:
+        display.skip(work)
+    else:
+        display.advance(work)
+
+
 def _read(messages: Any, running: dict[str, Job], display: Display) -> None:
-    """Takes up what the processes say, for a moment at most."""
-    deadline = time.monotonic() + _MOMENT
+    """Reads messages of the processes for a fifth of a second."""
+    deadline = time.monotonic() + _MESSAGE_SECONDS
     while (left := deadline - time.monotonic()) > 0:
         try:
             name, kind, value, text = messages.get(timeout=left)
@@ -150,25 +164,25 @@ def _read(messages: Any, running: dict[str, Job], display: Display) -> None:
             return
         job = running[name]
         if kind == "end":
-            job.end = value
+            job.outcome = value
         elif kind == "say":
             display.say(text)
         else:
             job.text = text.split(" · ")[0] or job.text
             shown = " | ".join(each.text for each in running.values() if each.text)
-            job.counted += value
+            job.work_shown += value
             if kind == "skip":
                 display.skip(value)
             display.advance(value if kind == "advance" else 0, shown)
 
 
 class _RemoteDisplay(Display):
-    """Sends what it is told to the process that shows it."""
+    """Sends everything to the process that has the display."""
 
     def __init__(self, name: str, messages: Any):
         super().__init__(1, 0.0, enabled=False)
         self._name, self._messages = name, messages
-        self._unsaid, self._said = 0, 0.0
+        self._unsent_work, self._last_sent = 0, 0.0
 
     def say(self, message: str) -> None:
         self._messages.put((self._name, "say", 0, message))
@@ -177,10 +191,10 @@ class _RemoteDisplay(Display):
         self._messages.put((self._name, "skip", work, ""))
 
     def advance(self, work: int, text: str = "") -> None:
-        self._unsaid += work
-        if time.monotonic() - self._said >= _MOMENT:
-            self._messages.put((self._name, "advance", self._unsaid, text))
-            self._unsaid, self._said = 0, time.monotonic()
+        self._unsent_work += work
+        if time.monotonic() - self._last_sent >= _MESSAGE_SECONDS:
+            self._messages.put((self._name, "advance", self._unsent_work, text))
+            self._unsent_work, self._last_sent = 0, time.monotonic()
 
     def show(self, text: str = "", *, now: bool = False) -> None:
         self._messages.put((self._name, "show", 0, text))
@@ -196,23 +210,23 @@ def _run(
     messages: Any,
 ) -> None:
     """One cell in its own process."""
-    # Ctrl-C in a terminal goes to everybody; the parent passes on what it means, once.
+    # A terminal sends Ctrl-C to every process of its session; only the parent should get it.
     os.setsid()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
-    end = None
+    outcome = None
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
         run_cell(settings, cell, out, _RemoteDisplay(cell.name, messages), label)
-        end = ""
+        outcome = ""
     except (TrainingInterrupted, KeyboardInterrupt):
         pass
-    # RuntimeError: torch's own too, like memory that cannot be had.
+    # torch raises RuntimeError too, for example without memory.
     except (RuntimeError, MemoryError, ValueError) as error:
-        end = " ".join(str(error).split()) or type(error).__name__
+        outcome = " ".join(str(error).split()) or type(error).__name__
     except OSError as error:
-        end = f"{error.filename or out}: {error.strerror or error}"
-    messages.put((cell.name, "end", end, ""))
+        outcome = f"{error.filename or out}: {error.strerror or error}"
+    messages.put((cell.name, "end", outcome, ""))
 
 
 def _end_with_parent() -> None:

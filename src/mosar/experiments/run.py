@@ -6,13 +6,12 @@ DIR/records/<cell>.jsonl     what a finished cell gave: all that a report reads
 DIR/failures/<cell>.json     why a cell failed; the others go on
 
 A cell is finished when its records are there. An interrupted one goes on from its checkpoint, and
-evaluations that are done are not done again.
+finished evaluations are not computed again.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,7 +22,12 @@ import torch
 from mosar.data.manifest import Manifest
 from mosar.errors import TrainingError, TrainingInterrupted
 from mosar.evaluation.evaluate import evaluate
-from mosar.experiments.jobs import fitting_jobs, run_side_by_side
+from mosar.experiments.jobs import (
+    count_rest,
+    default_threads,
+    fitting_jobs,
+    run_side_by_side,
+)
 from mosar.experiments.progress import CellReporter, Display
 from mosar.experiments.record import training_record
 from mosar.experiments.settings import ExperimentSettings
@@ -66,15 +70,17 @@ def run_experiment(
 ) -> ExperimentResult:
     """Runs what is missing of the experiment in `out`.
 
-    jobs: cells that run side by side, each in a process of its own; None: as many as fit. threads:
-    of torch in each of them; None: they share the cores.
+    jobs: cells that run side by side, each in its own process; None: as many as cores and memory
+    allow. threads: torch threads of each cell; None: one, or more if there are fewer cells than
+    cores. Neither the number of jobs nor an interruption changes a cell's results.
 
-    A TrainingError says why it cannot start; TrainingInterrupted and KeyboardInterrupt stop it,
-    and the same call goes on. A folder may grow: the same settings with other variants, more seeds
-    or an axis add cells.
+    A TrainingError says why it cannot start. After TrainingInterrupted or KeyboardInterrupt the
+    same call resumes. A folder may grow: the same settings with other variants, more seeds or an
+    axis add cells.
     """
     out = Path(out)
     settings.check_cells()
+    threads_before = torch.get_num_threads()
     try:
         _refuse_foreign(out)
         with locked(out):
@@ -82,6 +88,8 @@ def run_experiment(
             return _run(settings, out, jobs, threads, progress)
     except OSError as error:
         raise TrainingError(f"{error.filename or out}: {error.strerror or error}") from None
+    finally:
+        torch.set_num_threads(threads_before)
 
 
 def _refuse_foreign(out: Path) -> None:
@@ -100,8 +108,7 @@ def _run(
     finished = [cell for cell in cells if is_finished(settings, cell, out)]
     waiting = [cell for cell in cells if cell not in finished]
     jobs = min(fitting_jobs(settings, waiting) if jobs is None else jobs, max(len(waiting), 1))
-    if jobs > 1 and threads is None:
-        threads = max(1, len(os.sched_getaffinity(0)) // jobs)
+    threads = default_threads(settings) if threads is None else threads
     if threads is not None:
         torch.set_num_threads(threads)
     guess = guess_seconds(settings, waiting, lambda cell: _steps_done(out, cell)) / jobs
@@ -139,16 +146,16 @@ def _run(
             )
             labelled = []
         for cell, number in labelled:
-            before = display.done
+            before, failure = display.done, ""
             try:
                 run_cell(settings, cell, out, display, number)
-                ended(cell, number, "")
             except TrainingInterrupted:
                 raise
-            # RuntimeError: torch's own too, like memory that cannot be had.
+            # torch raises RuntimeError too, for example without memory.
             except (RuntimeError, MemoryError, ValueError) as error:
-                ended(cell, number, " ".join(str(error).split()) or type(error).__name__)
-            display.done = before + work[cell.name]
+                failure = " ".join(str(error).split()) or type(error).__name__
+            ended(cell, number, failure)
+            count_rest(display, before + work[cell.name] - display.done, failure)
             display.show(number, now=True)
     return ExperimentResult(out, tuple(finished), failed)
 
