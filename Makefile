@@ -9,7 +9,7 @@ COMPILE := from mosar.kernels.build import instruction_sets, load_library as loa
 	[load(isa) for isa in ("native", *instruction_sets()[:-1])]
 
 .DEFAULT_GOAL := help
-.PHONY: help setup reproduce test check bench figures dist clean
+.PHONY: help setup reproduce test check bench figures docs dist clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -49,6 +49,11 @@ bench: setup ## measure attention: a table, and runs/bench/attention.{jsonl,png}
 
 figures: setup ## redraw docs/images
 	$(VENV)/bin/mosar figure decay-kernels --out docs/images/decay_kernels.png
+
+docs: setup ## build the site in build/site, offline; any broken link fails it
+	$(PIP) '$(TORCH)' -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build -q
+	@echo "the site: build/site/index.html"
 
 # The wheel is built from the source archive, so an archive that lacks a file fails here.
 dist: setup ## build dist/mosar-*.tar.gz and from it the wheel

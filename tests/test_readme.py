@@ -208,7 +208,7 @@ def test_the_lock_satisfies_what_the_project_asks_for():
     extras = {
         name for names in re.findall(r"-e '\.\[([a-z,]+)\]'", makefile) for name in names.split(",")
     }
-    assert {"dev", "megatron"} <= extras
+    assert {"dev", "docs", "megatron"} <= extras
     lists = [project["dependencies"], *(project["optional-dependencies"][name] for name in extras)]
     for requirement in map(Requirement, chain.from_iterable(lists)):
         version = pinned.get(canonical(requirement.name))

@@ -169,11 +169,13 @@ class MoSARConfig(RegimeSettings):
         return names.index(name)
 
     def to_dict(self) -> dict[str, Any]:
+        """All fields as JSON holds them."""
         regimes = [asdict(regime) for regime in self.regimes]
         return {"max_length": self.max_length} | asdict(self) | {"regimes": regimes}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> MoSARConfig:
+        """Of what `to_dict` gave; an unknown field is a ValueError."""
         if not isinstance(values, dict):
             raise ValueError(f"a MoSARConfig is made of a dict, got {type(values).__name__}")
         known = [field.name for field in fields(cls)]
@@ -183,10 +185,12 @@ class MoSARConfig(RegimeSettings):
         return cls(**values)
 
     def to_json(self) -> str:
+        """`to_dict` as text."""
         return json.dumps(self.to_dict())
 
     @classmethod
     def from_json(cls, text: str) -> MoSARConfig:
+        """Of what `to_json` gave."""
         try:
             values = json.loads(text)
         except (json.JSONDecodeError, RecursionError, TypeError) as error:

@@ -111,6 +111,7 @@ class Retrofit:
 
     @property
     def routing(self) -> str:
+        """How all layers attend now; see `set_routing`."""
         return next(iter(self)).routing
 
     def set_routing(self, routing: str) -> None:
