@@ -71,8 +71,8 @@ def mosar_attention(
     scale: default 1/sqrt(D). softcap: c tanh(s/c) on the scaled score, before the bias. window:
     pairs farther than this do not exist. query_positions [B, T], key_positions [B, S]: integers
     that are not negative and do not decrease along valid keys (of a segment); default: keys at
-    0..S-1, queries the last T of the keys. key_valid [B, S] bool, False for padding. segment_ids [B, S]: pairs of different
-    segments do not exist; the queries are the last T.
+    0..S-1, queries the last T of the keys. key_valid [B, S] bool, False for padding. segment_ids
+    [B, S]: pairs of different segments do not exist; the queries are the last T.
 
     Returns [B, Hq, T, D] in the dtype of q; with `return_lse` also the log-sum-exp [B, Hq, T] in
     float32 (float64 for float64 input). A query without an admissible key gets zeros, and -inf.
