@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mosar.core.regimes import RegimeKernel, pair_geometry
     from mosar.core.routers import PostPositionRouter, forced_routing, top1_routing
     from mosar.core.worth_field import WorthField
-    from mosar.integrations.retrofit.entry import retrofit
+    from mosar.integrations.retrofit.entry import load_adapter, retrofit
     from mosar.microscope.look import look
     from mosar.model.cache.regime import RegimeCache, RegimeLayerCache
 
@@ -34,6 +34,7 @@ __all__ = [
     "build_hard_domain",
     "distance_attention",
     "forced_routing",
+    "load_adapter",
     "look",
     "mosar_attention",
     "normalized_reach_cost",
@@ -54,6 +55,7 @@ _MODULE_OF = {
     "build_hard_domain": "core.hard_domain",
     "distance_attention": "attention",
     "forced_routing": "core.routers",
+    "load_adapter": "integrations.retrofit.entry",
     "look": "microscope.look",
     "mosar_attention": "attention",
     "normalized_reach_cost": "core.losses",

@@ -11,6 +11,7 @@ from mosar.data.tokenizer import ByteTokenizer
 from mosar.generation.source import open_source
 from mosar.integrations import retrofit as retrofitting
 from mosar.integrations.hf.tokenizer import fast_tokenizer
+from mosar.integrations.retrofit.adapter import read_description
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +57,31 @@ def test_text_and_statistics(adapter):
     assert wrong.exit_code == 2
     assert "one of dense, soft, top1, sparse" in " ".join(wrong.stderr.split())
     assert generate(adapter, *options, "--step", 3).exit_code == 2
+
+
+def test_an_adapter_and_its_base_model_side_by_side(adapter, monkeypatch):
+    monkeypatch.setattr("mosar.cli.generate._LONG", 64)
+    result = generate("--adapter", adapter, "--compare", "--max-new-tokens", 4, "--temperature", 0)
+    assert result.exit_code == 0, result.output
+    assert "[sparse] " in result.stdout and "[dense] " in result.stdout
+    lines = [line.split() for line in result.stderr.splitlines()]
+    assert lines[0] == ["sparse", "dense"]
+    assert [line[0] for line in lines[1:]] == ["prompt", "per", "cache", "pairs"]
+    # 64 tokens and three of the four that were written, in two layers of two key/value heads of 8.
+    assert f"{2 * 2 * 8 * 2 * 67 * 4 / 1024:.2f} KiB" in result.stderr
+    assert float(lines[4][2]) < float(lines[4][3]) == 1
+    one = generate(adapter, "--compare", "--prompt", "text", "--max-new-tokens", 1)
+    assert one.exit_code == 0 and "per token" not in one.stderr
+    base = read_description(adapter)["base"]["source"]
+    named = generate(base, "--adapter", adapter, "--prompt", "text", "--max-new-tokens", 1)
+    assert named.exit_code == 0, named.output
+    for arguments, message in (
+        ((), "name a model's folder, or a ready adapter"),
+        (("--adapter", adapter, "--step", 3), "--step is for run folders"),
+    ):
+        wrong = generate(*arguments, "--prompt", "x")
+        assert wrong.exit_code == 2 and message in " ".join(wrong.stderr.split())
+    assert "--prompt is missing" in generate(adapter).stderr
 
 
 @pytest.mark.parametrize("routing", ["dense", "soft", "sparse"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +15,9 @@ from mosar.cli.app import command, discard_output
 from mosar.cli.options import MovedData, Step, Threads, check_model, use_threads
 from mosar.errors import MosarError
 
+# Tokens of a prompt where nobody gives one: enough for attention to take a share of the time.
+_LONG = 4096
+
 if TYPE_CHECKING:
     from mosar.generation.source import Source
     from mosar.model.generation import MeasuredReader, Sampling
@@ -23,15 +26,24 @@ if TYPE_CHECKING:
 @command("generate")
 def generate(
     model: Annotated[
-        Path,
+        Path | None,
         Argument(
-            help="A run folder of mosar train, a folder of mosar export, or a retrofitted model.",
+            help="A run folder of mosar train, a folder of mosar export, or a retrofitted model; "
+            "with --adapter its base model, if the adapter's own is elsewhere.",
             show_default=False,
         ),
-    ],
+    ] = None,
     prompt: Annotated[
-        str, Option(help="The text to go on with; - reads it from stdin; empty: a new text.")
-    ],
+        str | None,
+        Option(
+            help="The text to go on with; - reads it from stdin; empty: a new text. With --compare "
+            "it may be left out."
+        ),
+    ] = None,
+    adapter: Annotated[
+        str | None,
+        Option(help="Routers for a pretrained model: a folder, or a ready one like smollm2-135m."),
+    ] = None,
     max_new_tokens: Annotated[int, Option(min=1, help="Where to stop at the latest.")] = 200,
     temperature: Annotated[float, Option(min=0.0, help="0: always the likeliest token.")] = 0.8,
     top_k: Annotated[
@@ -55,9 +67,18 @@ def generate(
     stats: Annotated[
         bool, Option("--stats", help="Speed, cache size and density, on stderr.")
     ] = False,
+    compare: Annotated[
+        bool,
+        Option(
+            "--compare",
+            help="Retrofitted models: also write with the dense model; compare speed and cache.",
+        ),
+    ] = False,
     threads: Threads = None,
 ) -> None:
     """Write text with a trained model, token by token on stdout.
+
+    Example: mosar generate --adapter smollm2-135m --compare --max-new-tokens 40
 
     Example: mosar generate runs/mosar --prompt "def main(" --stats
 
@@ -72,17 +93,24 @@ def generate(
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
     if sys.stdout is None:
         raise ValueError("stdout is closed, and the text goes there")
-    prompt = _read_prompt(prompt)
-    source = open_source(model, routing=routing, step=step, data=data)
-    tokens = source.encode(prompt)
+    if prompt is None and not compare:
+        raise ValueError("--prompt is missing: the text to go on with")
+    text = None if prompt is None else _read_prompt(prompt)
+    source = open_source(model, adapter=adapter, routing=routing, step=step, data=data)
+    tokens = _long_prompt(source) if text is None else source.encode(text)
     if not tokens and source.end_of_text is None:
         raise ValueError("--prompt must not be empty: the model has no token that begins a text")
-    timed = _TimedReader(source.reader)
+    timings: dict[str, _TimedReader] = {}
     try:
-        if echo:
-            _show(prompt)
-        # Without a prompt, a text begins where another one ended.
-        _write(source, timed, tokens or [source.end_of_text], max_new_tokens, sampling, seed)
+        if echo and text is not None:
+            _show(text)
+        for reading in _both(source) if compare else (source,):
+            timed = _TimedReader(reading.reader)
+            if compare:
+                _show(f"[{reading.routing}] ")
+            # Without a prompt, a text begins where another one ended.
+            _write(reading, timed, tokens or [source.end_of_text], max_new_tokens, sampling, seed)
+            timings[reading.routing] = timed
     except BrokenPipeError:
         raise
     except OSError as error:
@@ -92,9 +120,27 @@ def generate(
     except KeyboardInterrupt:
         print()
         raise typer.Exit(130) from None
+    lines = _comparison(*timings.items()) if compare else []
     if stats:
-        for line in _statistics(timed, source.routing):
-            print(line, file=sys.stderr)
+        lines += _statistics(timings[source.routing], source.routing)
+    for line in lines:
+        print(line, file=sys.stderr)
+
+
+def _both(source: Source) -> Iterator[Source]:
+    """The model with its routers, then with its own attention."""
+    from mosar.generation.retrofitted import dense_twin
+
+    yield source
+    yield dense_twin(source)
+
+
+def _long_prompt(source: Source) -> list[int]:
+    """English text that every Python has: its own manual."""
+    from pydoc_data.topics import topics
+
+    text = "\n".join(topics.values())[: 8 * _LONG]
+    return source.encode(text)[:_LONG]
 
 
 def _write(
@@ -159,6 +205,27 @@ def _statistics(timed: _TimedReader, routing: str) -> list[str]:
         f"{_bytes(dense)} ({reader.cache_bytes / max(dense, 1):.2f} ×{reason})"
     )
     lines.append(f"density    {reader.density:.3f} of the causal pairs are inside the support")
+    return lines
+
+
+def _comparison(routed: tuple[str, _TimedReader], dense: tuple[str, _TimedReader]) -> list[str]:
+    """Both ways side by side, one line per subject."""
+    (name, ours), (other, theirs) = routed, dense
+    lines = [f"{'':<12}{name:>14}{other:>14}"]
+
+    def add(subject: str, figures: tuple[float, float], show: Callable[[float], str]) -> None:
+        ratio = figures[0] / max(figures[1], 1e-9)
+        shown = "".join(f"{show(figure):>14}" for figure in figures)
+        lines.append(f"{subject:<12}{shown}{ratio:>10.2f} ×")
+
+    seconds = [timed.readings[0][1] for timed in (ours, theirs)]
+    add("prompt", (seconds[0], seconds[1]), lambda s: f"{s:.2f} s")
+    if len(ours.readings) > 1 and len(theirs.readings) > 1:
+        taken = [sum(s for _, s in t.readings[1:]) / len(t.readings[1:]) for t in (ours, theirs)]
+        add("per token", (taken[0], taken[1]), lambda s: f"{1e3 * s:.1f} ms")
+    held = (ours.reader.cache_bytes, theirs.reader.cache_bytes)
+    add("cache", held, lambda b: _bytes(int(b)))
+    lines.append(f"{'pairs read':<12}{ours.reader.density:>14.3f}{theirs.reader.density:>14.3f}")
     return lines
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,12 @@ from mosar.model.label_log import LabelLog
 DENSE = "dense"
 
 
-def open_retrofitted(folder: Path, routing: str | None) -> Source:
-    """The model of an adapter folder; routing: by default sparse, "dense" is the base model."""
+def open_retrofitted(adapter: Path | str, routing: str | None, base: str | None = None) -> Source:
+    """The model of an adapter, a folder or a ready one's name, with its routers.
+
+    routing: by default sparse, "dense" is the base model. base: where to load that from, by default
+    from where it came from.
+    """
     known = (DENSE, *ROUTINGS)
     chosen = "sparse" if routing is None else routing
     if chosen not in known:
@@ -30,18 +35,27 @@ def open_retrofitted(folder: Path, routing: str | None) -> Source:
     with needing("transformers", f"a retrofitted model needs transformers: {install_line('hf')}"):
         from mosar.integrations.retrofit import load_retrofitted
     try:
-        attached = load_retrofitted(folder)
+        attached = load_retrofitted(adapter, base)
     except OSError as error:
         raise ModelError(" ".join(str(error).split())) from None
     tokenizer = attached.tokenizer
     if tokenizer is None:
-        raise ModelError(f"the base model of {folder} has no tokenizer beside it")
+        raise ModelError(f"the base model of {adapter} has no tokenizer beside it")
     attached.set_routing(chosen)
     attached.model.eval()
     end = tokenizer.eos_token_id
     reader = RetrofitReader(attached)
     decode = partial(tokenizer.decode, skip_special_tokens=True)
     return Source(reader, tokenizer.encode, decode, end, chosen)
+
+
+def dense_twin(source: Source) -> Source:
+    """The same model with its own attention; `source` must not read on afterwards."""
+    if not isinstance(source.reader, RetrofitReader):
+        raise ValueError("--compare is for retrofitted models, which have a dense model in them")
+    attached = source.reader.attached
+    attached.set_routing(DENSE)
+    return replace(source, reader=RetrofitReader(attached), routing=DENSE)
 
 
 class RetrofitReader(MeasuredReader):

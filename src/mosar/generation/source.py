@@ -34,27 +34,35 @@ class Source:
 
 
 def open_source(
-    folder: Path,
+    folder: Path | None,
     *,
+    adapter: str | None = None,
     routing: str | None = None,
     step: int | None = None,
     data: Path | None = None,
 ) -> Source:
     """The model in `folder`, which may be any of the three kinds; a ModelError says why not.
 
-    routing: by default sparse where there are routers. step and data are for run folders: which
-    checkpoint, and where the dataset (it has the tokenizer) lies now.
+    adapter: routers in a folder of their own, or the name of ready ones; `folder` is then their
+    base model, None: the one they name. routing: by default sparse where there are routers. step
+    and data are for run folders: which checkpoint, and where the dataset (it has the tokenizer)
+    lies now.
     """
+    if adapter is not None:
+        _refuse_run_options(step, data, adapter)
+        from mosar.generation.retrofitted import open_retrofitted
+
+        return open_retrofitted(adapter, routing, None if folder is None else str(folder))
+    if folder is None:
+        raise ValueError("name a model's folder, or a ready adapter with --adapter")
     check_folder(folder, "folder", "mosar train or export")
-    adapter = (folder / ADAPTER).exists()
-    values = {} if adapter else _read_config(folder)
+    retrofitted = (folder / ADAPTER).exists()
+    values = {} if retrofitted else _read_config(folder)
     # A run folder's configuration carries its schema, those of transformers a model_type.
     if "schema" in values:
         return _open_run(folder, routing, step, data)
-    for option, given in (("--step", step), ("--data", data)):
-        if given is not None:
-            raise ValueError(f"{option} is for run folders of mosar train, and {folder} is none")
-    if adapter:
+    _refuse_run_options(step, data, folder)
+    if retrofitted:
         from mosar.generation.retrofitted import open_retrofitted
 
         return open_retrofitted(folder, routing)
@@ -64,6 +72,12 @@ def open_source(
         f"{folder} holds a model of type {values.get('model_type')!r} without routers; mosar "
         "retrofit makes some for it"
     )
+
+
+def _refuse_run_options(step: int | None, data: Path | None, model: Path | str) -> None:
+    for option, given in (("--step", step), ("--data", data)):
+        if given is not None:
+            raise ValueError(f"{option} is for run folders of mosar train, and {model} is none")
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

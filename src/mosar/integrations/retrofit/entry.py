@@ -1,4 +1,4 @@
-"""`mosar.retrofit`: importing it is light, calling it loads transformers."""
+"""`mosar.retrofit` and `mosar.load_adapter`: light to import, a call loads transformers."""
 
 from __future__ import annotations
 
@@ -16,8 +16,25 @@ DESCRIPTION = "adapter.json"
 """What a retrofitted model's folder has and no other."""
 
 
+READY = Path(__file__).parent / "ready"
+"""Adapters that come with the package, a folder each."""
+
+
 def is_retrofitted(folder: Path) -> bool:
     return (folder / DESCRIPTION).is_file()
+
+
+def ready_adapters() -> list[str]:
+    """The names of the adapters that come with the package."""
+    return sorted(path.parent.name for path in READY.glob(f"*/{DESCRIPTION}"))
+
+
+def find_adapter(adapter: Path | str) -> Path:
+    """The folder of an adapter: the folder itself, or that of a ready one by its name."""
+    folder = Path(adapter)
+    if not folder.exists() and str(adapter) in ready_adapters():
+        return READY / str(adapter)
+    return folder
 
 
 def retrofit(model: PreTrainedModel, config: MoSARConfig | None = None) -> Retrofit:
@@ -29,3 +46,14 @@ def retrofit(model: PreTrainedModel, config: MoSARConfig | None = None) -> Retro
     from mosar.integrations.retrofit.attach import retrofit as attach
 
     return attach(model, config)
+
+
+def load_adapter(model: PreTrainedModel, adapter: Path | str, *, check: bool = True) -> Retrofit:
+    """Attaches trained routers to their base model, in place, under "sparse" routing.
+
+    adapter: a folder, or the name of one that comes with the package, like "smollm2-135m". Another
+    base model is refused; check=False compares its kind and size only, and reads no weights.
+    """
+    from mosar.integrations.retrofit.adapter import load_adapter as load
+
+    return load(model, adapter, check=check)
