@@ -37,6 +37,15 @@ FAMILIES = {
         "query_pre_attn_scalar": 11,
         "attn_logit_softcapping": 5.0,
     },
+    "gemma3_text": {
+        "head_dim": 8,
+        "sliding_window": 16,
+        "query_pre_attn_scalar": 11,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "phi3": {},
+    "olmo2": {},
+    "gpt_neox": {"num_key_value_heads": 6, "rotary_pct": 0.25},
 }
 WINDOWS = {
     "llama": [None, None],
@@ -44,6 +53,10 @@ WINDOWS = {
     "qwen2": [None, 15],
     "qwen3": [None, 15],
     "gemma2": [15, None],
+    "gemma3_text": [15, None],
+    "phi3": [None, None],
+    "olmo2": [None, None],
+    "gpt_neox": [None, None],
 }
 _MIXED = {
     "num_hidden_layers": 4,

@@ -81,13 +81,11 @@ def test_routed_layers_compute_the_definition(family, routing):
     def look(layer, q, k, v, options):
         seen[layer.index] = (q, k, v, options)
 
-    def keep(module, args, output):
-        returned[module.layer_idx] = args[0]
-
-    for layer in model.model.layers:
+    for layer in attached:
         # What the output projection is given is what attention returned.
-        layer.self_attn.o_proj.layer_idx = layer.self_attn.layer_idx
-        layer.self_attn.o_proj.register_forward_hook(keep)
+        layer.project.output.register_forward_hook(
+            lambda module, args, output, index=layer.index: returned.update({index: args[0]})
+        )
     attached.observe(look)
     with torch.no_grad():
         model(**batch, use_cache=False)
@@ -135,6 +133,8 @@ READS_NEXT = {
     "exaone4": "mlp",
     "olmo2": "mlp",
     "glm4": "post_attention_layernorm",
+    "gemma3_text": "pre_feedforward_layernorm",
+    "phi3": "post_attention_layernorm",
 }
 
 
@@ -144,7 +144,7 @@ def test_the_projection_is_what_the_layer_adds(family):
     attached = mosar.retrofit(model)
     heads, after, residual = {}, {}, {}
     for index, block in enumerate(model.model.layers):
-        block.self_attn.o_proj.register_forward_pre_hook(
+        attached.layers[index].project.output.register_forward_pre_hook(
             lambda module, args, index=index: heads.update({index: args[0]})
         )
         getattr(block, READS_NEXT[family]).register_forward_pre_hook(
@@ -221,8 +221,11 @@ def test_other_models_are_refused():
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=10)
-    with pytest.raises(ModelError, match=r"'gpt2'.*llama, mistral"):
+    with pytest.raises(
+        ModelError, match=r"'gpt2': .*; families held to tests: llama, mistral"
+    ) as e:
         mosar.retrofit(GPT2LMHeadModel(config))
+    assert "\n" not in str(e.value)
 
 
 @pytest.mark.parametrize(

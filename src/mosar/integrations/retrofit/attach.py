@@ -29,7 +29,10 @@ from mosar.integrations.retrofit.layer import NAME, Observer, OutputProjection, 
 
 DENSE = "dense"
 _REACHES = (("S", 64), ("M", 256), ("L", 1024))
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2")
+FAMILIES = (
+    *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text"),
+    *("phi3", "olmo2", "gpt_neox"),
+)
 """Model types whose attention is held to the base model's by tests; others of this shape may do."""
 
 
@@ -45,7 +48,7 @@ def default_config(model: PreTrainedModel, **changes: Any) -> MoSARConfig:
         "max_length": length,
         "regimes": tuple(Regime(name, reach, 1.0) for name, reach in (*_REACHES, ("G", length))),
         "composition": "min",
-        "routing_groups": text.num_key_value_heads or text.num_attention_heads,
+        "routing_groups": getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
         "num_sinks": 4,
     }
     return MoSARConfig(**settings | changes)
@@ -197,37 +200,49 @@ def _decoder(model: PreTrainedModel) -> Any:
     return model.base_model if found is None else found
 
 
+# The linear maps of the attention modules that are known: those to q, k and v, and the output's.
+_PROJECTIONS = (
+    (("q_proj", "k_proj", "v_proj"), "o_proj"),
+    (("qkv_proj",), "o_proj"),
+    (("query_key_value",), "dense"),
+)
+
+
+def _projections(module: Any) -> tuple[Any, Any] | None:
+    """The first map to q, k or v and the output's, of attention in a form that is known."""
+    for inputs, output in _PROJECTIONS:
+        found = [getattr(module, name, None) for name in (*inputs, output)]
+        if all(hasattr(part, "weight") for part in found):
+            return found[0], found[-1]
+    return None
+
+
 def _attention_modules(model: PreTrainedModel) -> list[nn.Module]:
-    """The self-attention modules in the order of their layers."""
-    family = getattr(model.config, "model_type", type(model).__name__)
-    needed = (
-        "q_proj",
-        "k_proj",
-        "v_proj",
-        "o_proj",
-        "layer_idx",
-        "head_dim",
-        "is_causal",
-        "config",
-    )
+    """The self-attention modules in the order of their layers; a ModelError says why not."""
+    needed = ("layer_idx", "is_causal", "config")
     found: list[Any] = [
-        module for module in model.modules() if all(hasattr(module, name) for name in needed)
+        module
+        for module in model.modules()
+        if all(hasattr(module, name) for name in needed) and _projections(module) is not None
     ]
-    decoder = _decoder(model)
-    layers = getattr(decoder, "layers", None)
-    usable = (
-        found
-        and getattr(model, "_supports_attention_backend", False)
-        and layers is not None
-        and len(found) == len(layers)
-        and all(module.is_causal for module in found)
-        and all(hasattr(m.q_proj, "weight") and hasattr(m.o_proj, "weight") for m in found)
-        and [module.layer_idx for module in found] == list(range(len(found)))
-    )
-    if not usable:
+    layers = getattr(_decoder(model), "layers", None)
+    why = None
+    if not getattr(model, "_supports_attention_backend", False):
+        why = "its code does not call transformers' attention function"
+    elif layers is None:
+        why = "it has no list of decoder layers"
+    elif [module.layer_idx for module in found] != list(range(len(layers))):
+        why = (
+            f"{len(found)} attention modules of a known form for {len(layers)} layers (known: "
+            f"{', '.join('/'.join((*inputs, out)) for inputs, out in _PROJECTIONS)})"
+        )
+    elif not all(module.is_causal for module in found):
+        why = "its attention is not causal"
+    if why is not None:
+        family = getattr(model.config, "model_type", type(model).__name__)
         raise ModelError(
-            f"cannot retrofit a model of type {family!r}: its layers must all be causal "
-            f"self-attention with q_proj, k_proj, v_proj and o_proj, as in {', '.join(FAMILIES)}"
+            f"cannot retrofit a model of type {family!r}: {why}; families held to tests: "
+            f"{', '.join(FAMILIES)}"
         )
     return found
 
@@ -238,17 +253,24 @@ def _routed_layer(module: Any, block: Any, index: int, config: MoSARConfig) -> R
     normed = hasattr(block, "post_feedforward_layernorm")
     norm = block.post_attention_layernorm if normed else None
     norm = getattr(block, "post_self_attn_layernorm", norm)
+    projections = _projections(module)
+    assert projections is not None
+    first, output = projections
+    head_dim = output.weight.shape[-1] // own.num_attention_heads
     kv_heads = getattr(own, "num_key_value_heads", None) or own.num_attention_heads
+    if hasattr(module, "query_key_value"):
+        # GPT-NeoX: as many keys as queries, whatever its configuration carries along.
+        kv_heads = own.num_attention_heads
     with torch.device("cpu"):
         layer = RoutedLayer(
             config,
             index=index,
             num_heads=own.num_attention_heads,
             num_kv_heads=kv_heads,
-            head_dim=module.head_dim,
-            project=OutputProjection(module.o_proj, norm),
+            head_dim=getattr(module, "head_dim", head_dim),
+            project=OutputProjection(output, norm),
         )
-    device = module.q_proj.weight.device
+    device = first.weight.device
     # Offloaded weights are on the meta device, where routers would lose their values.
     return layer if device.type == "meta" else layer.to(device)
 

@@ -120,7 +120,8 @@ class RoutedLayer(nn.Module):
 
     def begin_pass(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         """Before the module attends: which part of the cache is its own."""
-        cache = kwargs.get("past_key_values")
+        # GPT-NeoX has a name of its own for it.
+        cache = kwargs.get("past_key_values", kwargs.get("layer_past"))
         self.waiting = module.config._attn_implementation == NAME
         self.cache = None
         if cache is not None and self.routing != "dense":
