@@ -80,6 +80,14 @@ def evaluate(
             help="Retrofitted models: rounds of timing; by default 3, 0: none.",
         ),
     ] = None,
+    needles: Annotated[
+        int | None,
+        Option(
+            min=1,
+            metavar="TEXTS",
+            help="Retrofitted models: also find needles, so many texts per task and length.",
+        ),
+    ] = None,
     json: Annotated[Path | None, Option(help="Append the records to this file.")] = None,
     threads: Threads = None,
     progress: Progress = True,
@@ -118,11 +126,12 @@ def evaluate(
     }
     of_runs = {"--step": step, "--against": against, "--details": details or None}
     of_retrofits = {"--documents": documents, "--baseline-windows": baseline_windows}
-    of_retrofits["--timing"] = timing
+    of_retrofits |= {"--timing": timing, "--needles": needles}
     if is_retrofitted(run):
         _refuse(of_runs | {"--mode": mode}, "is for runs of mosar train, and this was retrofitted")
         del asked["modes"]
-        records = _evaluate_retrofit(run, documents, baseline_windows, timing, asked)
+        asked |= {"documents": documents, "needles": needles or 0}
+        records = _evaluate_retrofit(run, baseline_windows, timing, asked)
     else:
         _refuse(of_retrofits, "is for retrofitted models")
         records = _evaluate_run(run, step, against, details, asked)
@@ -139,7 +148,6 @@ def _refuse(options: dict[str, Any], why: str) -> None:
 
 def _evaluate_retrofit(
     folder: Path,
-    documents: int | None,
     windows: str | None,
     rounds: int | None,
     asked: dict[str, Any],
@@ -149,7 +157,6 @@ def _evaluate_retrofit(
 
     records = evaluate_folder(
         folder,
-        documents=documents,
         windows=() if windows is None else numbers("--baseline-windows", windows),
         rounds=ROUNDS if rounds is None else rounds,
         **asked,

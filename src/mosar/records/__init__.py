@@ -19,7 +19,7 @@ from mosar.records.files import append_record, read_records, record_line
 from mosar.records.machine import environment
 from mosar.records.measurement import ErrorCheck, Measurement
 from mosar.records.record import SCHEMA_VERSION, Record
-from mosar.records.retrofit import RetrofitEvaluation, RetrofitSpeed
+from mosar.records.retrofit import RetrofitEvaluation, RetrofitNeedles, RetrofitSpeed
 from mosar.records.training import Cell, TrainingRecord
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "Record",
     "RetrievalRecord",
     "RetrofitEvaluation",
+    "RetrofitNeedles",
     "RetrofitSpeed",
     "TrainingBenchmark",
     "TrainingRecord",

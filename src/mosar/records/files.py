@@ -16,7 +16,7 @@ from mosar.records.benchmarks import (
 )
 from mosar.records.evaluation import EvaluationRecord, RetrievalRecord
 from mosar.records.record import SCHEMA_VERSION, Record
-from mosar.records.retrofit import RetrofitEvaluation, RetrofitSpeed
+from mosar.records.retrofit import RetrofitEvaluation, RetrofitNeedles, RetrofitSpeed
 from mosar.records.training import TrainingRecord
 from mosar.schema import decode
 
@@ -31,6 +31,7 @@ _KINDS: dict[str, type[Record]] = {
         EvaluationRecord,
         RetrievalRecord,
         RetrofitEvaluation,
+        RetrofitNeedles,
         RetrofitSpeed,
     )
 }

@@ -93,6 +93,35 @@ class RetrofitSpeed(Record):
         }
 
 
+@dataclass(frozen=True, kw_only=True)
+class RetrofitNeedles(Record):
+    """One task of finding what was read, at one length under one routing."""
+
+    kind: ClassVar[str] = "retrofit.needles"
+    base: str
+    adapter: str
+    """sha256 of the routers' file; "" where they play no part."""
+    task: str
+    length: int
+    routing: str
+    """"dense", "sparse" or "window"."""
+    reach: float | None
+    """Of a fixed window."""
+    contexts: int
+    scores: list[float]
+    """By question: the share of the expected words in the answer."""
+    answers: list[str]
+    density: float
+    """The share of the causal pairs of the texts that were read."""
+
+    @property
+    def score(self) -> float:
+        return statistics.fmean(self.scores)
+
+    def derived(self) -> dict[str, Any]:
+        return {"score": self.score}
+
+
 def _quickest_ratio(samples: dict[str, Measurement]) -> float | None:
     """Of the quickest samples: what else runs on the machine only ever adds."""
     dense, sparse = samples["dense"].min_ms, samples["sparse"].min_ms

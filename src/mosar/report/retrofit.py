@@ -16,11 +16,13 @@ from typing import Any
 
 from mosar.errors import DamagedFile
 from mosar.files import parse_json, unsealed
-from mosar.records import RetrofitEvaluation, RetrofitSpeed, read_records
+from mosar.records import RetrofitEvaluation, RetrofitNeedles, RetrofitSpeed, read_records
 from mosar.report.markup import markdown
 
 DESCRIPTION, RECORDS = "adapter.json", "evaluations/retrofit.jsonl"
 REPORT, FIGURE = "report.md", "frontier.png"
+# A task counts where the dense model has at least this score.
+_CAN = 0.5
 _ORDER = ("dense", "soft", "top1", "sparse", "window")
 
 
@@ -32,6 +34,7 @@ class RetrofittedRun:
     description: dict[str, Any]
     records: tuple[RetrofitEvaluation, ...]
     speeds: tuple[RetrofitSpeed, ...]
+    needles: tuple[RetrofitNeedles, ...] = ()
 
     @property
     def target(self) -> float | None:
@@ -73,11 +76,17 @@ def load_run(folder: Path) -> RetrofittedRun:
             key = record.length, _ORDER.index(record.routing), record.regimes.get("S", 0.0)
             newest[key] = record
     speeds = {r.length: r for r in found if isinstance(r, RetrofitSpeed) and r.adapter == adapter}
+    needles = {
+        (r.length, r.task, r.routing): r
+        for r in found
+        if isinstance(r, RetrofitNeedles) and r.adapter in ("", adapter)
+    }
     return RetrofittedRun(
         folder.resolve().name,
         description,
         tuple(newest[key] for key in sorted(newest)),
         tuple(speeds[length] for length in sorted(speeds)),
+        tuple(needles.values()),
     )
 
 
@@ -140,6 +149,7 @@ def retrofit_markdown(runs: Sequence[RetrofittedRun], *, figure: bool = False) -
         _perplexity(_of_one_text(runs)),
         _frontier_table(runs, figure),
         _speed(runs),
+        *(_needles(run, len(runs) > 1) for run in runs),
     ]
     sparse = [record for record in runs[0].records if record.routing == "sparse"]
     if len(runs) == 1 and sparse:
@@ -264,6 +274,45 @@ def _speed_row(row: RetrofitSpeed, name: str | None) -> str:
         *(f"{dense:.1f}", f"{sparse:.1f}", f"{sparse / dense:.2f}"),
     ]
     return f"| {' | '.join(cells)} |"
+
+
+def _needles(run: RetrofittedRun, several: bool) -> str:
+    """Tasks that the dense model does with a score of at least a half count."""
+    if not run.needles:
+        return ""
+    by_task: dict[tuple[int, str], dict[str, RetrofitNeedles]] = {}
+    for record in run.needles:
+        by_task.setdefault((record.length, record.task), {})[record.routing] = record
+    lines = [
+        f"## Needles{f', {markdown(run.name)}' if several else ''}\n",
+        "The share of the expected words in the answers; questions in brackets. A task counts "
+        "where the dense model has at least half of them.\n",
+        "| length | task | dense | sparse | window | density | window's reach |",
+        "|---:|---|---:|---:|---:|---:|---:|",
+    ]
+    kept: dict[int, list[tuple[float, float]]] = {}
+    for (length, task), found in sorted(by_task.items(), key=lambda item: item[0][0]):
+        dense, sparse, window = (found.get(name) for name in ("dense", "sparse", "window"))
+        cells = [f"{100 * r.score:.0f} %" if r else "" for r in (dense, sparse, window)]
+        if dense is not None:
+            cells[0] += f" ({len(dense.scores)})"
+            if dense.score < _CAN:
+                cells[0] += ", does not count"
+            elif sparse is not None:
+                kept.setdefault(length, []).append((sparse.score, dense.score))
+        density = f"{sparse.density:.3f}" if sparse else ""
+        reach = f"{window.reach:g}" if window and window.reach is not None else ""
+        lines.append(f"| {length:,} | {task} | {' | '.join(cells)} | {density} | {reach} |")
+    lines.append("")
+    for length, scores in kept.items():
+        share = sum(ours for ours, _ in scores) / sum(theirs for _, theirs in scores)
+        lines.append(
+            f"- {length:,} tokens: of what the dense model answers, sparse routing keeps "
+            f"{100 * share:.0f} % ({len(scores)} tasks count)."
+        )
+    for length in sorted({length for length, _ in by_task} - set(kept)):
+        lines.append(f"- {length:,} tokens: no task counts.")
+    return "\n".join(lines) + "\n"
 
 
 def _layers(record: RetrofitEvaluation) -> str:

@@ -114,6 +114,27 @@ def test_evaluate_takes_the_folder(retrofitted, tmp_path):
     assert "left out 1024" in result.stderr
 
 
+def test_evaluate_finds_needles_and_makes_nothing_twice(retrofitted, tmp_path):
+    out = tmp_path / "copy"
+    shutil.copytree(retrofitted[0], out)
+    arguments = ("evaluate", out, "--lengths", "490", "--routing", "sparse", "--timing", "0")
+    result = run(*arguments, "--needles", "1", "--tokens", "400", "--no-progress")
+    assert result.exit_code == 0, result.output
+    found = [r for r in read_records(out / "evaluations" / "retrofit.jsonl") if hasattr(r, "task")]
+    assert [r.routing for r in found] == ["dense"] * 5 + ["sparse"] * 5 + ["window"] * 5
+    assert len({r.task for r in found}) == 5 and len(found[1].scores) == 4
+    densities = [sum(r.density for r in found[i : i + 5]) / 5 for i in (0, 5, 10)]
+    assert densities[0] == 1 and densities[2] == pytest.approx(densities[1], rel=0.25)
+    report = (out / "report.md").read_text()
+    assert "## Needles" in report and "does not count" in report and "no task counts" in report
+    again = run(*arguments, "--needles", "1", "--tokens", "400", "--no-progress")
+    assert again.exit_code == 0, again.output
+    assert (
+        len(read_records(out / "evaluations" / "retrofit.jsonl"))
+        == len(read_records(retrofitted[0] / "evaluations" / "retrofit.jsonl")) + 16
+    )
+
+
 def test_evaluate_compares_with_windows_and_makes_nothing_twice(base, retrofitted, tmp_path):
     out = tmp_path / "copy"
     shutil.copytree(retrofitted[0], out)

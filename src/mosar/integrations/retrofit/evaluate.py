@@ -7,7 +7,8 @@ gives the losses of every shorter window from the same beginning.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -117,19 +118,27 @@ def evaluate_window(
     advance: Callable[[], None] = lambda: None,
 ) -> list[RetrofitEvaluation]:
     """The same of a model without routers whose tokens all reach `reach` tokens and the sinks."""
-    # The global regime is there because there must be one; nobody chooses it.
+    with fixed_window(model, reach, num_sinks) as attached:
+        records = evaluate_retrofit(
+            attached, windows, lengths, ("sparse",), base=base, advance=advance
+        )
+    return [replace(r, routing=WINDOW, regimes={"S": float(reach)}) for r in records]
+
+
+@contextmanager
+def fixed_window(model: PreTrainedModel, reach: int, num_sinks: int) -> Iterator[Retrofit]:
+    """A model without routers whose tokens all reach `reach` tokens and the sinks, for a while."""
+    # There must be a global regime; nobody chooses it.
     regimes = (Regime("S", reach, 1.0), Regime("G", 1e9, 1.0))
     attached = retrofit(model, default_config(model, regimes=regimes, num_sinks=num_sinks))
     try:
         for layer in attached:
             for router in layer.routers:
                 router.bias2.data[:, -1] = -SATURATED
-        records = evaluate_retrofit(
-            attached, windows, lengths, ("sparse",), base=base, advance=advance
-        )
+        attached.set_routing("sparse")
+        yield attached
     finally:
         attached.detach()
-    return [replace(r, routing=WINDOW, regimes={"S": float(reach)}) for r in records]
 
 
 def _record(

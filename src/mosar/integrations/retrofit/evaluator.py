@@ -1,4 +1,4 @@
-"""Evaluates a retrofitted model into its folder: perplexity, speed, fixed windows to compare with.
+"""Evaluates a retrofitted model into its folder: perplexity, speed, needles, fixed windows.
 
 RUN/evaluations/retrofit.jsonl   one record per length and routing, and one of speed per length
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 from mosar.evaluation.choices import parse_lengths
 from mosar.evaluation.progress import length_progress
 from mosar.integrations.retrofit.adapter import load_retrofitted, read_description
-from mosar.integrations.retrofit.attach import Retrofit
+from mosar.integrations.retrofit.attach import DENSE, Retrofit
 from mosar.integrations.retrofit.base_model import context_length
 from mosar.integrations.retrofit.config import RetrofitSettings
 from mosar.integrations.retrofit.evaluate import (
@@ -24,11 +24,20 @@ from mosar.integrations.retrofit.evaluate import (
     WINDOW,
     evaluate_retrofit,
     evaluate_window,
+    fixed_window,
     text_fingerprint,
 )
+from mosar.integrations.retrofit.needles import ROOM, TASKS, evaluate_needles, window_of_density
 from mosar.integrations.retrofit.speed import time_retrofit
 from mosar.integrations.retrofit.windows import read_beginnings, read_windows
-from mosar.records import Record, RetrofitEvaluation, RetrofitSpeed, append_record, read_records
+from mosar.records import (
+    Record,
+    RetrofitEvaluation,
+    RetrofitNeedles,
+    RetrofitSpeed,
+    append_record,
+    read_records,
+)
 
 RECORDS = Path("evaluations", "retrofit.jsonl")
 ROUNDS = 3
@@ -45,6 +54,7 @@ def evaluate_folder(
     documents: int | None = None,
     windows: Sequence[int] = (),
     rounds: int = ROUNDS,
+    needles: int = 0,
     force: bool = False,
     progress: bool = True,
 ) -> list[Record]:
@@ -54,7 +64,7 @@ def evaluate_folder(
     the routers were trained with, whose first windows they did not see. tokens: predicted at the
     longest length, by default those of the validation windows. documents: read the beginnings of so
     many documents that are long enough instead. windows: reaches of fixed windows to compare with.
-    rounds: of timing; 0: none.
+    rounds: of timing; 0: none. needles: texts per task of finding what was read; 0: none.
     """
     notes = read_description(folder)["notes"]
     settings = RetrofitSettings.from_dict(notes.get("settings", {}))
@@ -81,8 +91,10 @@ def evaluate_folder(
     evaluator = Evaluator(attached, folder, text, sizes, progress, force=force)
     evaluator.routings(chosen)
     evaluator.speed(rounds)
+    evaluator.needles(needles)
     # Last: they take the routers off.
     evaluator.windows(windows)
+    evaluator.needles_of_windows(needles)
     return evaluator.made
 
 
@@ -155,6 +167,54 @@ class Evaluator:
                 self._keep(
                     time_retrofit(self.attached, self.text[0], [length], rounds=rounds, **names)
                 )
+
+    def needles(self, contexts: int) -> None:
+        """Dense beside sparse, at every length."""
+        for routing in (DENSE, "sparse") if contexts else ():
+            self.attached.set_routing(routing)
+            for length in self.lengths:
+                self._find_needles(self.attached, length, contexts, routing)
+
+    def needles_of_windows(self, contexts: int) -> None:
+        """A fixed window that reads as many pairs as the routers did."""
+        for length in self.lengths if contexts else ():
+            read = [r.density for r in self._needles(length, "sparse", contexts)]
+            sinks = self.attached.config.num_sinks
+            reach = window_of_density(sum(read) / len(read), length - ROOM, sinks)
+            with fixed_window(self.attached.detach(), reach, sinks) as window:
+                self._find_needles(window, length, contexts, WINDOW, reach)
+
+    def _find_needles(
+        self, attached: Retrofit, length: int, contexts: int, routing: str, reach: int | None = None
+    ) -> None:
+        if any(r.reach == reach for r in self._needles(length, routing, contexts)):
+            return
+        label = f"{self.name}: needles in {length} tokens, {routing}"
+        number = contexts * len(TASKS)
+        with length_progress(label, number, enabled=self.progress) as advance:
+            self._keep(
+                evaluate_needles(
+                    attached,
+                    self.attached.tokenizer,
+                    length,
+                    contexts,
+                    routing=routing,
+                    reach=reach,
+                    base=self.base,
+                    adapter=self.adapter if routing == "sparse" else "",
+                    advance=advance,
+                )
+            )
+
+    def _needles(self, length: int, routing: str, contexts: int) -> list[RetrofitNeedles]:
+        """Those there are, of the present routers."""
+        return [
+            r
+            for r in (*self.known, *self.made)
+            if isinstance(r, RetrofitNeedles)
+            and (r.length, r.routing, r.contexts) == (length, routing, contexts)
+            and r.adapter in ("", self.adapter)
+        ]
 
     def _has(self, routing: str, regimes: dict[str, float]) -> bool:
         text = text_fingerprint(self.text[:, : max(self.lengths) + 1])
