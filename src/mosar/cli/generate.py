@@ -84,7 +84,8 @@ def generate(
 
     Example: mosar generate exported --prompt - --temperature 0 --max-new-tokens 50 < prompt.txt
     """
-    check_model(model)
+    if model is not None and adapter is None:
+        check_model(model)
     from mosar.generation.source import open_source
     from mosar.model.generation import Sampling
 
