@@ -99,10 +99,15 @@
   const roles = [...document.querySelectorAll("[data-role]")];
   for (const button of roles) button.addEventListener("click", () => { state.role = Number(button.dataset.role); draw(); });
 
+  // A browser pays for every style that is set: only those that change are.
+  const painted = new Float64Array(T).fill(-1), opacity = new Uint8Array(T).fill(255);
   function shade() {
     const sums = new Float64Array(T), chosen = chosenLayers().flatMap((l) => chosenGroups().map((g) => ((l * 2 + state.role) * G + g) * T));
     for (const start of chosen) for (let i = 0; i < T; i += 1) sums[i] += labels[start + i];
-    for (const [i, span] of spans.entries()) paint(span, sums[i] / chosen.length);
+    for (const [i, span] of spans.entries()) {
+      const place = sums[i] / chosen.length;
+      if (place !== painted[i]) paint(span, (painted[i] = place));
+    }
   }
   /** Of token i: how many keys it may read in each (layer, group), and the share of those chosen that read each key. */
   function support(i) {
@@ -127,22 +132,25 @@
     }
     return [...found].sort((a, b) => b[1] - a[1] || a[0] - b[0]).slice(0, side ? 6 : 12);
   }
-  let seen = null;
+  let seen = null, marked = [];
+  function highlight(j, name) { spans[j].classList.add(name); marked.push(spans[j]); }
   function mark() {
     const i = state.token;
     seen = i < 0 ? null : support(i);
     text.classList.toggle("chosen", i >= 0);
-    for (const [j, span] of spans.entries()) {
-      span.classList.remove("here", "reads", "drops");
-      if (seen) span.style.setProperty("--o", (0.22 + 0.78 * seen.share[j]).toFixed(2));
-    }
+    for (const span of marked) span.classList.remove("here", "reads", "drops");
+    marked = [];
     if (i < 0) return;
-    spans[i].classList.add("here");
+    for (const [j, span] of spans.entries()) {
+      const percent = Math.round(22 + 78 * seen.share[j]);
+      if (percent !== opacity[j]) span.style.setProperty("--o", `${(opacity[j] = percent)}%`);
+    }
+    highlight(i, "here");
     for (const [j, share] of entries(0, i)) if (j !== i) {
-      spans[j].classList.add("reads");
+      highlight(j, "reads");
       spans[j].style.setProperty("--w", `${Math.min(6, 1 + 12 * share).toFixed(1)}px`);
     }
-    for (const [j, share] of entries(1, i)) if (share > 0.001) spans[j].classList.add("drops");
+    for (const [j, share] of entries(1, i)) if (share > 0.001) highlight(j, "drops");
   }
 
   function fact(list, name, value, id) {
