@@ -45,7 +45,9 @@ def test_main_table(comparison):
     assert row[column(table, "vs RoPE, 4×", "paper, 8k")].text == "−19.6 %"
     assert row[column(table, "vs RoPE, 1×", "paper, 2k")].text == "−1.99 %"
     assert row[column(table, "reach", "paper")].text == "0.2210"
-    assert row[1].text == "3"
+    assert row[-1].text == "3" and table.columns[-1].label == "seeds"
+    # What one looks for first.
+    assert table.columns[1].group == "perplexity, 1×"
 
 
 def test_main_table_has_the_best_first_and_marked(comparison):

@@ -19,7 +19,7 @@ from mosar.report.charts import Bars, Chart
 from mosar.report.comparison import Comparison
 from mosar.report.diagram import Diagram
 from mosar.report.drawing import Picture, colour, draw_support
-from mosar.report.formats import listed
+from mosar.report.formats import MISSING, listed
 from mosar.report.inline import inline
 from mosar.report.palette import Look
 from mosar.report.sections import Section, Switch, Verdicts
@@ -108,14 +108,18 @@ def _chart(chart: Chart, drawn: Picture) -> dict[str, Any]:
         lines = (s for s, series in zip(samples, listed_series, strict=True) if series.note == note)
         sample = next(lines, None) if len(notes) > 1 else None
         chips[f"note:{note}"] = Chip(f"note:{note}", note, sample, "")
-    numbers = [
-        (label, [{p.x: p.text for p in series.points}.get(x, "–") for series in chart.series])
-        for x, label in chart.stops
-    ]
+    numbers = [["", *(label for _, label in chart.stops)]]
+    for series in chart.series:
+        texts = {point.x: point.text for point in series.points}
+        numbers.append([series.name, *(texts.get(x, MISSING) for x, _ in chart.stops)])
+    # The longer side runs down.
+    if len(chart.stops) > len(chart.series):
+        numbers = [list(row) for row in zip(*numbers, strict=True)]
+    numbers[0][0] = chart.x_label
     return {
         "picture": picture,
         "chips": list(chips.values()),
-        "numbers": numbers if len(numbers) <= _MOST_NUMBERS else [],
+        "numbers": numbers if len(chart.stops) <= _MOST_NUMBERS else [],
         "note": chart.caption + _escaping(chart),
     }
 
@@ -187,9 +191,17 @@ def _stacked(table: Table, looks: Mapping[str, Look]) -> dict[str, Any]:
             else:
                 rows.append((key, [*row[:2], *figures]))
         columns = [*columns[:2], *columns[3:]]
+    names = [_stacked_label(column) for column in columns]
     groups = [(g, len(list(found))) for g, found in groupby(columns, key=lambda c: c.group)]
     return {
         "groups": groups if any(group for group, _ in groups) else [],
         "columns": columns,
+        "names": names,
         "rows": [(looks.get(key), row) for key, row in rows],
     }
+
+
+def _stacked_label(column: Column) -> str:
+    """How a cell is named where columns have no headings, on a narrow screen."""
+    own = "" if column.label.startswith("ours") else column.label
+    return " · ".join(part for part in (column.group, own) if part)

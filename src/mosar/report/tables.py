@@ -142,21 +142,17 @@ def main_table(c: Comparison) -> Table:
     factors = c.factors
     at = 1.0 if 1.0 in factors else (factors[0] if factors else 1.0)
     ends = list(dict.fromkeys([at, *factors[-1:]])) if BASELINE in c.evaluated else []
-    columns = [
-        Column("variant", numeric=False),
-        Column("seeds"),
-        Column("LM loss", "", brief=False),
-    ]
+    columns = [Column("variant", numeric=False)]
     for factor in factors:
         columns += _pair("perplexity", factor, c)
     for factor in ends:
         columns += _pair("vs RoPE", factor, c)
     columns += [Column("ours", "reach"), Column("paper", "reach", brief=False)]
+    columns += [Column("LM loss", brief=False), Column("seeds")]
     rows = {}
     for variant in c.evaluated:
         n = len(c.seeds[variant])
-        row = [_plain(c.looks[variant].label), TableCell(str(n), n)]
-        row.append(_cell(c.estimate(Setting(variant, at), lambda r: r.loss), _four, n))
+        row = [_plain(c.looks[variant].label)]
         for factor in factors:
             row.append(_cell(c.estimate(Setting(variant, factor)), perplexity, n))
             if paper_length(factor):
@@ -171,6 +167,8 @@ def main_table(c: Comparison) -> Table:
         row += [
             _cell(c.reach(variant, at), _four_share),
             _theirs(paper_reach(variant), _four_share),
+            _cell(c.estimate(Setting(variant, at), lambda r: r.loss), _four, n),
+            TableCell(str(n), n),
         ]
         rows[variant] = row
     _mark_best(list(rows.values()), columns, "perplexity")
@@ -231,9 +229,10 @@ def routing_table(c: Comparison) -> Table:
     """The paper's routing table: ours and the paper's under each other."""
     columns = [
         *(Column(name, numeric=False) for name in ("variant", "length", "")),
-        *(Column(name) for name in ("soft", "top-1", "sparse")),
-        *(Column(name) for name in ("top-1 gap", "soft reach", "top-1 reach", "density ρ")),
-        *(Column(name) for name in ("q short", "q global", "k short", "k global")),
+        *(Column(name, "perplexity") for name in ("soft", "top-1", "sparse", "top-1 gap")),
+        *(Column(name, "reach") for name in ("soft", "top-1")),
+        Column("ρ", "density"),
+        *(Column(name, side) for side in ("queries", "keys") for name in ("short", "global")),
     ]
     rows, keys = [], []
     for variant in c.routed:
@@ -248,8 +247,8 @@ def routing_table(c: Comparison) -> Table:
         name="routing",
         title="Soft, top-1 and sparse routing",
         caption="Perplexities by routing; the gap is top-1 against soft. Shares are mean "
-        "probabilities over layers and tokens of the short and the global regime, for queries (q) "
-        "and keys (k). Density: exact; the paper does not report it.",
+        "probabilities over layers and tokens of the shortest and the global regime. Density: "
+        "exact; the paper does not report it. The paper's figures are the last line of a row.",
         columns=tuple(columns),
         rows=tuple(rows),
         keys=tuple(keys),
