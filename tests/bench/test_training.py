@@ -16,6 +16,7 @@ from mosar.bench.training import (
     build_step,
     exact_loss,
 )
+from mosar.bench.variants import VariantComparison
 from mosar.records import Measurement
 
 TINY = {"lengths": (32,), "preset": "smoke", "memory": (), "seconds": 1e-3}
@@ -86,6 +87,28 @@ def test_verdicts_follow_the_figures():
         ("mosar ≥ 0.75 rope", True),
     ]
     assert record.ratio("rope", "gemma2-sdpa") == pytest.approx(0.9)
+
+
+def test_variants_are_timed_against_rope():
+    comparison = VariantComparison(
+        variants=("fox", "moba", "mosar-hard"), lengths=(32,), preset="smoke", seconds=1e-3
+    )
+    records = list(comparison.run())
+    assert [list(record.measurements) for record in records] == [
+        ["rope", "fox"],
+        ["rope", "moba"],
+        ["rope", "mosar-hard"],
+    ]
+    assert all(record.correct and len(comparison.verdicts(record)) == 1 for record in records)
+    # Its windows begin at random positions, so its loss has nothing to be held to.
+    assert [list(record.checks) for record in records] == [["fox"], ["moba"], []]
+    times = {name: Measurement(samples_ms=(time,)) for name, time in (("rope", 4), ("moba", 10))}
+    slow = dataclasses.replace(records[1], measurements=times)
+    assert comparison.verdicts(slow) == [("≥ 0.3", True)]
+    cells = [column.value(slow) for column in comparison.columns([slow])]
+    assert cells[:4] == ["moba", 32, "capped", "torch"] and cells[-1] == pytest.approx(0.4)
+    with pytest.raises(ValueError, match=r"variant must be one of rope, alibi, .*, got 'ropee'"):
+        VariantComparison(variants=("ropee",))
 
 
 def test_steps_learn():

@@ -96,12 +96,27 @@ def bench_attention(
 
 @command("train", _group)
 def bench_train(
-    lengths: Annotated[str, Option(help="Tokens of a window.")] = "512,2048",
-    softcap: Annotated[str, Option(help="capped (Gemma 2's), plain, or both.")] = "capped,plain",
+    variants: Annotated[
+        str | None,
+        Option(help="Time these variants, or all, against rope instead; by CPU time."),
+    ] = None,
+    lengths: Annotated[
+        str | None, Option(help="Tokens of a window; else 512,2048, with --variants 512.")
+    ] = None,
+    softcap: Annotated[
+        str | None,
+        Option(help="capped (Gemma 2's), plain, or both; else both, with --variants capped."),
+    ] = None,
     preset: Annotated[str, Option(help="The size of the model.")] = "small",
-    memory: Annotated[str, Option(help="Tokens where memory is measured, or none.")] = "2048",
+    memory: Annotated[
+        str | None,
+        Option(help="Tokens where memory is measured, or none; else 2048. Not with --variants."),
+    ] = None,
     threads: Threads = None,
-    seconds: Seconds = 60.0,
+    seconds: Annotated[
+        float | None,
+        Option(help="About how long a row is timed, in 5 to 30 rounds; else 60, variants 20."),
+    ] = None,
     json: Json = None,
 ) -> None:
     """Time a training step: our rope and mosar, transformers' Gemma 2, a nanoGPT-style loop.
@@ -113,12 +128,18 @@ def bench_train(
     Example: mosar bench train
 
     Example: mosar bench train --lengths 512 --softcap plain --seconds 20 --json train.jsonl
+
+    Example: mosar bench train --variants fox,moba --threads 1
     """
     options = locals()
     _check_files(options)
     from mosar.bench.training import TrainingComparison
+    from mosar.bench.variants import VariantComparison
 
-    _compare(TrainingComparison, options)
+    if variants is not None and memory is not None:
+        raise ValueError("--memory is not measured with --variants")
+    del options["variants" if variants is None else "memory"]
+    _compare(TrainingComparison if variants is None else VariantComparison, options)
 
 
 @command("decode", _group)
@@ -188,6 +209,7 @@ def _shapes(text: str) -> tuple[Any, ...]:
 # How the text of an option becomes its value, where it is not taken as it is.
 _READ: dict[str, Callable[[Any], Any]] = {
     "mode": listed,
+    "variants": listed,
     "softcap": listed,
     "competitors": listed,
     "shapes": _shapes,

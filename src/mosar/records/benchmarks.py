@@ -209,7 +209,7 @@ class TrainingBenchmark(Benchmark):
     batch: int
     parameters: dict[str, int]
     """By competitor."""
-    gemm_gflops: float
+    gemm_gflops: float | None = None
     """What a large matrix product reached on this machine, just before."""
     derived_names = (
         *("correct", "mosar_over_rope", "rope_over_gemma2", "rope_over_nanogpt", "memory_ratio"),
