@@ -10,7 +10,15 @@ from typer.testing import CliRunner
 
 from mosar import Regime
 from mosar.cli import app
-from mosar.geometries import GEOMETRIES, UNROUTED, VARIANTS, AttentionConfig, Geometry, HeadShape
+from mosar.geometries import (
+    GEOMETRIES,
+    MODES,
+    UNROUTED,
+    VARIANTS,
+    AttentionConfig,
+    Geometry,
+    HeadShape,
+)
 
 SHAPE = HeadShape(num_heads=4, num_kv_heads=2, head_dim=8, max_length=512, hidden_size=16)
 
@@ -125,5 +133,12 @@ def test_the_table_of_variants():
     sizes = {"mosar": 150_564, "dsa": 150_528, "inkling": 147_456, "linformer": 1536, "moba": 0}
     assert {name: facts[name]["parameters"] for name in sizes} == sizes
     assert facts["reformer"]["density"] == facts["mosar"]["density"] == [None, None]
+    assert {name for name, fact in facts.items() if fact["learns"] == "–"} == {
+        name for name, fact in facts.items() if not fact["parameters"]
+    }
     shown = CliRunner().invoke(app, ["variants"], env={"COLUMNS": "200"}).stdout
-    assert all(name in shown for name in VARIANTS)
+    assert all(name in shown for name in (*VARIANTS, *MODES))
+    assert "a router of queries" in shown and "its law; x-transformers" in shown
+    rows = {line.split()[0]: line.split()[1] for line in shown.splitlines() if line.strip()}
+    assert [name for name in MODES if rows[name] == "no"] == ["pi", "ntk", "yarn"]
+    assert facts["fox"]["modes"] == ["acp"]

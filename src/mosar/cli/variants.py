@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
 from mosar.cli.app import command
 from mosar.cli.options import Preset, check_names
 
+if TYPE_CHECKING:
+    from rich.table import Table
+
 # Columns of a terminal that take the whole table.
-_WIDE = 130
+_WIDE = 150
 
 
 @command("variants")
@@ -22,14 +25,15 @@ def variants(
     """List all variants: what they learn, read and keep, and whose idea they are.
 
     The numbers are those of a preset's model. Pairs are shares of the causal pairs at one and at
-    four times the training length; q·k: products of a head for the last query of that length.
+    four times the training length; q·k: products of a head for the last query of that length. Below
+    are the modes in which mosar evaluate can execute a trained model.
 
     Example: mosar variants
 
     Example: mosar variants --preset paper --json
     """
     check_names(None, preset)
-    from mosar.geometries import VARIANTS
+    from mosar.geometries import MODES, VARIANTS
     from mosar.geometries.facts import variant_facts
     from mosar.training.config import resolve_config
 
@@ -41,16 +45,13 @@ def variants(
         print(json.dumps([fact.to_dict() for fact in facts], indent=1))
         return
     from rich.console import Console
-    from rich.table import Table
 
     console = Console()
-    table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="bold")
-    for heading in ("variant", "depends on", "parameters", "pairs N", "4N", "q·k", "cache"):
-        right = heading not in ("variant", "depends on")
-        table.add_column(heading, justify="right" if right else "left", no_wrap=True)
-    table.add_column("kernels")
     is_wide = console.width >= _WIDE
-    for heading in ("follows", "checked against") if is_wide else ():
+    table = _table("variant", "depends on")
+    for heading in ("parameters", "pairs N", "4N", "q·k", "cache"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for heading in ("kernels", *(("learns", "follows", "checked against") if is_wide else ())):
         table.add_column(heading)
     for fact in facts:
         density = ("–" if x is None else f"{x:.1%}" for x in fact.density)
@@ -58,9 +59,28 @@ def variants(
         table.add_row(
             *(fact.variant, fact.family, f"{fact.parameters:,}", *density, products),
             *(f"{fact.cache:,}", "native" if fact.native else "torch"),
-            *((fact.source, fact.checked) if is_wide else ()),
+            *((fact.learns, fact.source, fact.checked) if is_wide else ()),
         )
     console.print(table)
-    print("–: it follows from the contents. cache: numbers a layer keeps of each token.")
+    print("–: it follows from the contents; adaptive-span: the most that it may read.")
+    print("cache: numbers that a layer keeps of each token.")
+    print("All variants are prefix-invariant: later tokens change nothing of what comes before.")
     if not is_wide:
-        print("Whom each follows and what it was checked against: a wider terminal, or --json.")
+        print("What each learns and follows and was checked against: a wider terminal, or --json.")
+    table = _table("mode", "prefix-invariant")
+    for heading in ("of", "follows"):
+        table.add_column(heading)
+    for name, mode in MODES.items():
+        served = ", ".join(fact.variant for fact in facts if name in fact.modes)
+        table.add_row(name, "yes" if mode.prefix_invariant else "no", served, mode.source)
+    console.print()
+    console.print(table)
+
+
+def _table(*headings: str) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="bold")
+    for heading in headings:
+        table.add_column(heading, no_wrap=True)
+    return table

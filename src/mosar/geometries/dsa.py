@@ -32,7 +32,7 @@ from mosar.geometries.rope import Rope
 class DSA(Chunked, Rope):
     """RoPE, and the keys that a learned indexer chooses."""
 
-    family, reads_hidden = "window", True
+    family, reads_hidden, learns = "window", True, "an indexer"
     source, checked = "DeepSeek-V3.2 (2025)", "its law; flash-linear-attention"
     settings = Rope.settings | {"cost_weight", "cost_warmup"}
     progress: float = 1.0

@@ -19,8 +19,8 @@ class VariantFacts:
     geometry: str
     family: str
     """What its attention depends on."""
-    learned: tuple[str, ...]
-    """What it learns besides the decoder."""
+    learns: str
+    """What its own parameters are."""
     parameters: int
     """Of that, in all layers."""
     density: tuple[float | None, ...]
@@ -31,6 +31,8 @@ class VariantFacts:
     """Numbers that a layer keeps of each token; what is evicted is not taken off."""
     native: bool
     """Whether compiled kernels compute it."""
+    modes: tuple[str, ...]
+    """Ways to execute a trained one that it was not trained with."""
     source: str
     checked: str
 
@@ -50,12 +52,13 @@ def variant_facts(name: str, shape: HeadShape, num_layers: int) -> VariantFacts:
         variant=name,
         geometry=attention.geometry,
         family=first.family,
-        learned=tuple(part.name.removesuffix(".weight") for part in first.parameter_parts()),
+        learns=first.learns,
         parameters=sum(part.count for part in parts),
         density=tuple(_density(layers, times * length) for times in LENGTHS),
         products=sum(known) / num_layers if len(known) == num_layers else None,
         cache=2 * first.key_heads * shape.head_dim + first.kept_notes,
         native=first.native,
+        modes=first.modes,
         source=first.source,
         checked=first.checked,
     )

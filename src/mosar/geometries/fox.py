@@ -27,7 +27,7 @@ from mosar.geometries.own_settings import OwnSettings, setting
 class Forgetting(Geometry):
     """A forget gate per token and query head, from the layer's input."""
 
-    family, reads_hidden = "routing", True
+    family, reads_hidden, learns = "routing", True, "a forget gate per head"
     source = "Lin et al. 2025 (FoX)"
     checked = "its law; flash-linear-attention"
 

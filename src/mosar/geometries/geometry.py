@@ -76,6 +76,8 @@ class Geometry(nn.Module):
     """Its own settings; a subclass states them as a dataclass (own_settings.py)."""
     family: ClassVar[Literal["positions", "distance", "window", "routing"]] = "positions"
     """What its attention depends on; figures may group variants by it."""
+    learns: ClassVar[str] = "–"
+    """What its own parameters are, in a few words."""
     native: ClassVar[bool] = True
     """Whether compiled kernels compute it; else torch operators do, in chunks of queries."""
     source: ClassVar[str] = "Kazemnejad et al. 2023 (NoPE)"

@@ -29,7 +29,7 @@ class T5Bias(Geometry):
     layer and the usual scale of the scores.
     """
 
-    family = "distance"
+    family, learns = "distance", "a bias per bucket"
     source, checked = "Raffel et al. 2020 (T5)", "its law; transformers"
 
     @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ class Kerple(Geometry):
     (2022), with numbers of its own in each layer.
     """
 
-    family = "distance"
+    family, learns = "distance", "rate and power per head"
     source, checked = "Chi et al. 2022 (KERPLE)", "its law; ALiBi at power 1"
     smallest = 0.01
     """Both are held at or above it, and the power at or below 2."""

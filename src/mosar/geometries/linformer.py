@@ -38,6 +38,7 @@ class Linformer(Chunked, Rope):
     """RoPE, own block exactly, and learned mixtures of the blocks before; keys stay unrotated."""
 
     family, checked = "window", "its law; nope where nothing is mixed or rotated"
+    learns = "mixtures of a block"
     source = "Wang et al. 2020 (Linformer), in a causal form"
 
     @dataclass(frozen=True, kw_only=True)

@@ -32,7 +32,7 @@ class MoSAR(Rope):
     """Routed regimes over RoPE: two routers read the rotated q and k, the gates follow."""
 
     routed, family = True, "routing"
-    source = "MoSAR"
+    source, learns = "MoSAR", "routers of queries and keys"
     checked = "its law, and an independent oracle"
     settings = Rope.settings | {
         *("regimes", "router_hidden", "temperature", "barrier", "exponent", "epsilon"),

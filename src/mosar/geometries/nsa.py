@@ -53,7 +53,7 @@ class _State(NamedTuple):
 class NSA(Chunked, Rope):
     """RoPE, and three branches of attention."""
 
-    family, reads_hidden = "window", True
+    family, reads_hidden, learns = "window", True, "compression and gates"
     source, checked = "Yuan et al. 2025 (NSA)", "its law; flash-linear-attention"
 
     @dataclass(frozen=True, kw_only=True)

@@ -80,7 +80,7 @@ class Selective(Chunked, Rope):
 class CoPE(Chunked):
     """Contextual positions: a query counts the keys that it lets through; no rotation."""
 
-    family = "distance"
+    family, learns = "distance", "a vector per count"
     source, checked = "Golovneva et al. 2024 (CoPE)", "its law; x-transformers"
 
     @dataclass(frozen=True, kw_only=True)
@@ -109,7 +109,7 @@ class CoPE(Chunked):
 class Inkling(Chunked):
     """Each query mixes learned curves of bias over distance; no rotation."""
 
-    family, reads_hidden = "distance", True
+    family, reads_hidden, learns = "distance", True, "curves and their mixture"
     source, checked = "Inkling (Thinking Machines 2026)", "its law; x-transformers"
 
     @dataclass(frozen=True, kw_only=True)

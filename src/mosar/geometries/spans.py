@@ -62,6 +62,8 @@ class Span(Rope):
 class AdaptiveSpan(Span):
     """One span per head, learned as a share of S from 0."""
 
+    learns = "a span per head"
+
     def __init__(self, attention: AttentionConfig, shape: HeadShape):
         super().__init__(attention, shape)
         self.span = nn.Parameter(torch.zeros(shape.num_heads))
@@ -97,6 +99,7 @@ class DynamicSpan(Chunked, Span):
     """One span per head and query, from the layer's input."""
 
     reads_hidden = reads_by_content = True
+    learns = "a span per query and head"
 
     def __init__(self, attention: AttentionConfig, shape: HeadShape):
         super().__init__(attention, shape)
