@@ -53,7 +53,7 @@ def test_the_standard_library_is_the_default(tmp_path):
 
 def test_check(dataset):
     result = run("--check", dataset)
-    assert result.stdout.splitlines()[-1] == "every file is as it was prepared"
+    assert result.stdout.splitlines()[-1] == "every file matches its checksum"
     content = bytearray((dataset / "train.bin").read_bytes())
     content[5] ^= 1
     (dataset / "train.bin").write_bytes(content)

@@ -270,7 +270,7 @@ def test_stopped_side_by_side(dataset, tmp_path):
     both = [cells / f"{variant}-seed0" for variant in ("rope", "mosar")]
     processes.wait_for(lambda: all(any(c.glob("checkpoints/step-*")) for c in both), process)
     _, said = processes.stop(process, signal.SIGINT)
-    assert process.returncode == 130 and "stopped and saved; the same command goes on" in said
+    assert process.returncode == 130 and "stopped and saved; the same command resumes" in said
     assert "2 at a time" in said and "failed" not in said
     for cell in both:
         saved = max(int(p.name[5:]) for p in (cell / "checkpoints").iterdir())

@@ -1,4 +1,4 @@
-"""The program, and the one place where what goes wrong becomes a line and an exit code."""
+"""The program, and the one place where an error becomes a line on stderr and an exit code."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-# Optional packages, and the extra of ours that installs them.
+# Optional packages, and which of our extras installs them.
 _EXTRAS = {"matplotlib": "report", "transformers": "hf"}
 
 
 def command(
     name: str, group: typer.Typer = app, *, stopped: str = "stopped"
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Adds a command; `stopped` is what Ctrl-C says of what is left."""
+    """Adds a command; `stopped` is the message after Ctrl-C."""
 
     def add(function: Callable[..., None]) -> Callable[..., None]:
         @wraps(function)
@@ -37,7 +37,7 @@ def command(
             with failures_as_lines(stopped):
                 function(**options)
 
-        # Given in full, for a list of commands would cut it to one line.
+        # Passed in full: otherwise the list of commands cuts it to one line.
         summary = (inspect.getdoc(function) or "").partition("\n\n")[0]
         group.command(name, short_help=" ".join(summary.split()))(run)
         return function
@@ -46,7 +46,7 @@ def command(
 
 
 def command_group(name: str, help: str) -> typer.Typer:
-    """Adds a command that has commands of its own."""
+    """Adds a command that has subcommands."""
     group = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
     app.add_typer(group, name=name, help=help)
     return group
@@ -54,7 +54,7 @@ def command_group(name: str, help: str) -> typer.Typer:
 
 @contextmanager
 def failures_as_lines(stopped: str) -> Iterator[None]:
-    """A failure as one line on stderr with its exit code; a wrong value as wrong usage."""
+    """Turns an error into one line on stderr and its exit code; a ValueError is wrong usage."""
     try:
         yield
     except TrainingInterrupted as error:

@@ -1,6 +1,6 @@
-"""`mosar bench`: speed and memory, side by side.
+"""`mosar bench`: compares speed and memory.
 
-An option has the name of the comparison's field that it sets; one that is not given leaves it to
+Each option sets the field of the same name in the comparison. Without the option, the field keeps
 its default.
 """
 
@@ -34,36 +34,48 @@ _group = command_group(
     "bench", "Measure speed and memory.\n\nExample: mosar bench attention --lengths 2048,8192"
 )
 _SHAPES = "Query heads x key/value heads x head dim"
-_LABELS = "independent or clustered (the paper's shares), or FILE.npz with labels_q and labels_k."
-_FLEX = "FlexAttention compiles for ten seconds a length, so on the CPU from 1024 to 4096 tokens."
+_LABELS = (
+    "Regime labels: independent or clustered (both with the paper's shares), or FILE.npz with "
+    "labels_q and labels_k."
+)
+_FLEX = (
+    "FlexAttention compiles ten seconds for each length, so on the CPU it runs only from 1024 to "
+    "4096 tokens."
+)
 Labels = Annotated[str, Option(help=_LABELS)]
-Seed = Annotated[int, Option(min=0, help="Of labels, queries, keys and values.")]
-Seconds = Annotated[float, Option(help="About how long a row is timed, in 5 to 30 rounds.")]
-Json = Annotated[Path | None, Option(help="Append a record a row to this file, as it is measured.")]
+Seed = Annotated[int, Option(min=0, help="Seed of labels, queries, keys and values.")]
+Seconds = Annotated[float, Option(help="About how long each row is timed, in 5 to 30 rounds.")]
+Json = Annotated[Path | None, Option(help="Append one record per row to this file.")]
 
 
 @command("attention", _group)
 def bench_attention(
     mode: Annotated[
-        str, Option(help="Some of sparse, sparse-train, soft-train, distance-train.")
+        str, Option(help="One or more of sparse, sparse-train, soft-train, distance-train.")
     ] = "sparse",
     shapes: Annotated[str, Option(help=f"{_SHAPES}.")] = "8x1x256,8x8x64,9x3x64",
     lengths: Annotated[
         str | None,
-        Option(help="Tokens; else 256 to 8192 (sparse), 2048,8192 (sparse-train) or 2048."),
+        Option(help="Tokens; by default 256 to 8192 (sparse), 2048,8192 (sparse-train) or 2048."),
     ] = None,
     competitors: Annotated[
         str | None,
-        Option(help=f"Of sdpa, flash (GPU), reference, flex, flex-sorted, ours; else all. {_FLEX}"),
+        Option(
+            help="One or more of sdpa, flash (GPU), reference, flex, flex-sorted, ours; by default "
+            f"all. {_FLEX}"
+        ),
     ] = None,
     labels: Labels = "independent",
     memory: Annotated[
         str | None,
-        Option(help="Tokens where memory is measured, or none; else 8192 or the most up to it."),
+        Option(
+            help="Lengths at which memory is measured, or none; by default the longest up to 8192."
+        ),
     ] = None,
     device: Annotated[str, Option(help="cpu, or cuda for a GPU (CUDA or HIP).")] = "cpu",
     dtype: Annotated[
-        str | None, Option(help="float32, bfloat16 or float16; else float32, bfloat16 on a GPU.")
+        str | None,
+        Option(help="float32, bfloat16 or float16; by default float32 on the CPU, else bfloat16."),
     ] = None,
     seed: Seed = 0,
     threads: Threads = None,
@@ -74,8 +86,8 @@ def bench_attention(
 ) -> None:
     """Time attention side by side: dense SDPA, FlexAttention, our reference, ours.
 
-    All in one run, interleaved. Ours is checked against float64 first; a wrong result gets no
-    speed-up, and the exit code 1. Options that take several values take them with commas.
+    All are timed in one run, in turn. Our results are compared with float64 first: a wrong result
+    gets no speed-up, and the exit code is 1. Separate several values of an option by commas.
 
     Example: mosar bench attention
 
@@ -101,29 +113,35 @@ def bench_train(
         Option(help="Time these variants, or all, against rope instead; by CPU time."),
     ] = None,
     lengths: Annotated[
-        str | None, Option(help="Tokens of a window; else 512,2048, with --variants 512.")
+        str | None, Option(help="Tokens in a window; by default 512,2048, with --variants 512.")
     ] = None,
     softcap: Annotated[
         str | None,
-        Option(help="capped (Gemma 2's), plain, or both; else both, with --variants capped."),
+        Option(help="capped (Gemma 2's), plain, or both; by default both, with --variants capped."),
     ] = None,
     preset: Annotated[str, Option(help="The size of the model.")] = "small",
     memory: Annotated[
         str | None,
-        Option(help="Tokens where memory is measured, or none; else 2048. Not with --variants."),
+        Option(
+            help="Lengths at which memory is measured, or none; by default 2048. Not with "
+            "--variants."
+        ),
     ] = None,
     threads: Threads = None,
     seconds: Annotated[
         float | None,
-        Option(help="About how long a row is timed, in 5 to 30 rounds; else 60, variants 20."),
+        Option(
+            help="About how long each row is timed, in 5 to 30 rounds; by default 60, with "
+            "--variants 20."
+        ),
     ] = None,
     json: Json = None,
 ) -> None:
     """Time a training step: our rope and mosar, transformers' Gemma 2, a nanoGPT-style loop.
 
-    All of the same size, in one run, interleaved. Losses are checked first, ours against float64
-    and Gemma 2's against ours with the same weights; a wrong result gets no ratio, and the exit
-    code 1.
+    All have the same size and are timed in one run, in turn. Losses are compared first: ours with
+    float64, and Gemma 2's with ours for the same weights. A wrong result gets no ratio, and the
+    exit code is 1.
 
     Example: mosar bench train
 
@@ -147,29 +165,33 @@ def bench_decode(
     shapes: Annotated[str, Option(help=f"{_SHAPES}; not with --model.")] = "9x3x64,8x1x256",
     lengths: Annotated[
         str | None,
-        Option(help="Tokens at the last step; else 2048,4096,8192,16384, with --model 16384."),
+        Option(help="Tokens at the last step; by default 2048 to 16384, with --model 16384."),
     ] = None,
     model: Annotated[
         str | None,
-        Option(help="Time whole models of these sizes instead: smollm2, or tiny to try it out."),
+        Option(help="Time whole models instead: smollm2 for its sizes, or tiny to try it out."),
     ] = None,
     labels: Labels = "independent",
     seed: Seed = 0,
     threads: Threads = None,
     seconds: Annotated[
         float | None,
-        Option(help="About how long a row is timed, 5 to 30 passes; else 5, with --model 20."),
+        Option(
+            help="About how long each row is timed, in 5 to 30 passes; by default 5, with --model "
+            "20."
+        ),
     ] = None,
     config: Geometry = None,
     json: Json = None,
 ) -> None:
     """Time one decode step's attention: the regime cache against SDPA over a dense cache.
 
-    A step appends a token and attends with its query. Both in one run, interleaved; ours is checked
-    against float64 first, and a wrong result gets no speed-up, and the exit code 1.
+    A step appends a token and attends with its query. Both are timed in one run, in turn. Our
+    results are compared with float64 first: a wrong result gets no speed-up, and the exit code is
+    1.
 
-    With --model, whole models write: our decoder with the regime cache, our decoder with a dense
-    one, and transformers' Llama with its DynamicCache and SDPA.
+    With --model, whole models generate: our decoder with the regime cache, our decoder with a
+    dense cache, and transformers' Llama with its DynamicCache and SDPA.
 
     Example: mosar bench decode
 
@@ -187,7 +209,7 @@ def bench_decode(
 
 
 def _check_files(options: dict[str, Any]) -> None:
-    """Errors of paths, before torch is imported."""
+    """Reports wrong paths before torch is imported."""
     check_folder_of(options["json"])
     check_figure("--plot", options.get("plot"))
     if options.get("config") is not None:
@@ -206,8 +228,8 @@ def _shapes(text: str) -> tuple[Any, ...]:
     return shapes
 
 
-# How the text of an option becomes its value, where it is not taken as it is.
-_READ: dict[str, Callable[[Any], Any]] = {
+# Parses the text of an option; options that are not listed are taken as they are.
+_PARSERS: dict[str, Callable[[Any], Any]] = {
     "mode": listed,
     "variants": listed,
     "softcap": listed,
@@ -218,12 +240,12 @@ _READ: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _compare(comparison_of: type[Comparison[Any, Any]], options: dict[str, Any]) -> None:
-    """Measures, writes --json and --plot, and fails where a result is wrong."""
+def _compare(comparison_class: type[Comparison[Any, Any]], options: dict[str, Any]) -> None:
+    """Measures, writes --json and --plot, and fails if a result is wrong."""
     json, plot, threads = (options.pop(name, None) for name in ("json", "plot", "threads"))
-    comparison = comparison_of(
+    comparison = comparison_class(
         **{
-            name: _READ.get(name, lambda value: value)(value)
+            name: _PARSERS.get(name, lambda value: value)(value)
             for name, value in options.items()
             if value is not None
         }

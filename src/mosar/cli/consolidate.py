@@ -1,4 +1,4 @@
-"""`mosar consolidate`: a run of several processes as one that a single process wrote."""
+"""`mosar consolidate`: turns a run of several processes into a run of one."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from mosar.cli.options import NewFolder, Run, Step, check_run
 
 @command("consolidate", stopped="stopped; nothing was left behind")
 def consolidate(run: Run, out: NewFolder, step: Step = None) -> None:
-    """Make a plain run folder of one that several processes wrote.
+    """Convert a run folder of several processes into one of a single process.
 
-    Evaluating and going on read either kind; this one is for tools that expect a checkpoint as
-    model.safetensors. It takes one machine with room for the parameters.
+    mosar evaluate and mosar train read both kinds. Other tools expect a checkpoint in one file,
+    model.safetensors. The parameters must fit into the memory of one machine.
 
     Example: mosar consolidate runs/cluster --out runs/plain
     """

@@ -1,4 +1,4 @@
-"""`mosar evaluate`: a run of `mosar train`, or a model that `mosar retrofit` gave routers."""
+"""`mosar evaluate`: evaluates a run of `mosar train` or a retrofitted model."""
 
 from __future__ import annotations
 
@@ -36,14 +36,12 @@ def evaluate(
     lengths: Lengths = "1x,2x,4x",
     routing: Annotated[
         str | None,
-        Option(
-            help="Some of soft, top1, sparse; native for variants without routers. By default all."
-        ),
+        Option(help="One or more of soft, top1, sparse; native without routers. By default all."),
     ] = None,
     mode: Annotated[
         str | None,
         Option(
-            help="Ways to execute a model that it was not trained with: pi, ntk, yarn, "
+            help="Ways to run a model that it was not trained with: pi, ntk, yarn, "
             "dynamic-ntk, streaming, minference, flexprefill of rope; lex of xpos; acp of fox."
         ),
     ] = None,
@@ -62,7 +60,7 @@ def evaluate(
         int | None,
         Option(
             min=1,
-            help="Retrofitted models: read the beginnings of so many documents, long enough ones.",
+            help="Retrofitted models: read the beginning of this many long documents.",
         ),
     ] = None,
     baseline_windows: Annotated[
@@ -77,7 +75,7 @@ def evaluate(
         Option(
             min=0,
             metavar="ROUNDS",
-            help="Retrofitted models: rounds of timing; by default 3, 0: none.",
+            help="Retrofitted models: rounds of timing; 0 times nothing. By default 3.",
         ),
     ] = None,
     needles: Annotated[
@@ -94,8 +92,8 @@ def evaluate(
 ) -> None:
     """Evaluate a run: perplexity by length and routing, reach, density, discarded mass.
 
-    Every length predicts the same validation text. A run that learnt a task (data.task) is asked
-    for its accuracy by distance instead. Records go into RUN/evaluations. A folder of mosar
+    Every length predicts the same validation text. For a run that learnt a task (data.task), it
+    measures the accuracy by distance instead. Records go into RUN/evaluations. A folder of mosar
     retrofit is compared with its base model, also in speed and cache; RUN/report.md says it all.
 
     Example: mosar evaluate runs/mosar

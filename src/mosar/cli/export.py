@@ -1,4 +1,4 @@
-"""`mosar export`: a checkpoint in the form of transformers."""
+"""`mosar export`: exports a checkpoint for transformers."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ def export(
     out: NewFolder,
     step: Step = None,
     dtype: Annotated[
-        str, Option(help="Of the parameters but the routers: float32, bfloat16 or float16.")
+        str, Option(help="float32, bfloat16 or float16, for all parameters but the routers.")
     ] = "float32",
     routing: Annotated[
-        str, Option(help="What the loaded model starts with: soft, top1 or sparse.")
+        str, Option(help="The routing of the loaded model: soft, top1 or sparse.")
     ] = "soft",
     data: MovedData = None,
     force: Annotated[bool, Option("--force", help="Replace an exported model in --out.")] = False,
 ) -> None:
     """Export a checkpoint for transformers: weights, tokenizer, model card.
 
-    --out appears when it is complete, not before. Loading it: docs/huggingface.md.
+    --out appears only once it is complete. docs/huggingface.md shows how to load it.
 
     Example: mosar export runs/mosar --out exported
 

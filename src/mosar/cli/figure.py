@@ -1,4 +1,4 @@
-"""`mosar figure`: pictures of the geometry."""
+"""`mosar figure`: draws the geometry."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def decay_kernels(
     config: Geometry = None,
     barrier: Annotated[float | None, Option(help="B: the gates' floor is e^-B.")] = None,
     exponent: Annotated[
-        float | None, Option(help="p: how the decay sets in after the plateau.")
+        float | None, Option(help="p: the power of the decay after the plateau.")
     ] = None,
     composition: Annotated[
-        str | None, Option(help="A pair's reach from its two: mean, min or max.")
+        str | None, Option(help="How two reaches make a pair's reach: mean, min or max.")
     ] = None,
     max_distance: Annotated[
         int | None,
-        Option(min=1, help="Where the distance axis ends; default: beyond the last reach."),
+        Option(min=1, help="The end of the distance axis; by default beyond the last reach."),
     ] = None,
 ) -> None:
     """Draw the decay kernels: the gate of every regime pair over distance.

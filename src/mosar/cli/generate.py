@@ -1,4 +1,4 @@
-"""`mosar generate`: writes text on stdout, and on stderr what it took."""
+"""`mosar generate`: writes text to stdout, and statistics to stderr."""
 
 from __future__ import annotations
 
@@ -36,24 +36,24 @@ def generate(
     prompt: Annotated[
         str | None,
         Option(
-            help="The text to go on with; - reads it from stdin; empty: a new text. With --compare "
-            "it may be left out."
+            help="The text to continue; - reads stdin; an empty one starts a new text. Not needed "
+            "with --compare."
         ),
     ] = None,
     adapter: Annotated[
         str | None,
         Option(help="Routers for a pretrained model: a folder, or a ready one like smollm2-135m."),
     ] = None,
-    max_new_tokens: Annotated[int, Option(min=1, help="Where to stop at the latest.")] = 200,
-    temperature: Annotated[float, Option(min=0.0, help="0: always the likeliest token.")] = 0.8,
+    max_new_tokens: Annotated[int, Option(min=1, help="The most tokens to write.")] = 200,
+    temperature: Annotated[float, Option(min=0.0, help="0 takes the likeliest token.")] = 0.8,
     top_k: Annotated[
-        int | None, Option(min=1, help="Only the k likeliest tokens; by default all.")
+        int | None, Option(min=1, help="Sample from the k likeliest tokens; by default from all.")
     ] = None,
     top_p: Annotated[
         float | None,
-        Option(help="Only the likeliest tokens with this probability together; by default all."),
+        Option(help="Sample from the likeliest tokens that sum to this probability."),
     ] = None,
-    seed: Annotated[int, Option(min=0, max=2**63 - 1, help="Equal seeds write equal texts.")] = 0,
+    seed: Annotated[int, Option(min=0, max=2**63 - 1, help="Same seed, same text.")] = 0,
     routing: Annotated[
         str | None,
         Option(
@@ -63,9 +63,9 @@ def generate(
     ] = None,
     step: Step = None,
     data: MovedData = None,
-    echo: Annotated[bool, Option("--echo", help="Show the prompt, too.")] = False,
+    echo: Annotated[bool, Option("--echo", help="Show the prompt too.")] = False,
     stats: Annotated[
-        bool, Option("--stats", help="Speed, cache size and density, on stderr.")
+        bool, Option("--stats", help="Show speed, cache size and density on stderr.")
     ] = False,
     compare: Annotated[
         bool,
@@ -90,12 +90,12 @@ def generate(
     from mosar.model.generation import Sampling
 
     use_threads(threads)
-    # What was asked for is checked before the model is loaded, which may take long.
+    # Check the options before loading the model, which may take long.
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
     if sys.stdout is None:
         raise ValueError("stdout is closed, and the text goes there")
     if prompt is None and not compare:
-        raise ValueError("--prompt is missing: the text to go on with")
+        raise ValueError("--prompt is missing: the text to continue")
     text = None if prompt is None else _read_prompt(prompt)
     source = open_source(model, adapter=adapter, routing=routing, step=step, data=data)
     tokens = _long_prompt(source) if text is None else source.encode(text)
@@ -109,7 +109,7 @@ def generate(
             timed = _TimedReader(reading.reader)
             if compare:
                 _show(f"[{reading.routing}] ")
-            # Without a prompt, a text begins where another one ended.
+            # Without a prompt, a text starts with the token that ends the text before it.
             _write(reading, timed, tokens or [source.end_of_text], max_new_tokens, sampling, seed)
             timings[reading.routing] = timed
     except BrokenPipeError:
@@ -158,7 +158,7 @@ def _write(
 
 
 def _read_prompt(prompt: str) -> str:
-    """The text itself, from stdin where it is "-"."""
+    """The prompt; "-" reads it from stdin."""
     try:
         if prompt == "-":
             if sys.stdin is None:
@@ -171,14 +171,14 @@ def _read_prompt(prompt: str) -> str:
 
 
 def _show(text: str) -> None:
-    # A terminal that cannot show a character shows a question mark.
+    # Characters that the terminal cannot show become question marks.
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(text.encode(encoding, errors="replace").decode(encoding))
     sys.stdout.flush()
 
 
 class _TimedReader:
-    """A reader that notes how long each reading took: the prompt first, then token by token."""
+    """A reader that times each read: the prompt first, then token by token."""
 
     def __init__(self, reader: MeasuredReader, clock: Callable[[], float] = time.perf_counter):
         self.reader, self._clock = reader, clock
@@ -192,7 +192,7 @@ class _TimedReader:
 
 
 def _statistics(timed: _TimedReader, routing: str) -> list[str]:
-    """What the writing took, one line per subject."""
+    """Speed, cache size and density, one line each."""
     reader, (prompt, *rest) = timed.reader, timed.readings
     lines = [f"routing    {routing}", f"prompt     {_rate(*prompt)}"]
     if rest:

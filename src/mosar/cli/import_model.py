@@ -1,4 +1,4 @@
-"""`mosar import`: a run folder from an exported model."""
+"""`mosar import`: makes a run folder from an exported model."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def import_model(
     out: Annotated[Path, Option(help="The run folder to make.")],
     data: Annotated[
         Path | None,
-        Option(help="The dataset of the run; needed where the model was not exported from one."),
+        Option(help="The dataset of the run; needed if the model was not exported from a run."),
     ] = None,
 ) -> None:
-    """Make a run folder from an exported model, with the same parameters to the bit.
+    """Make a run folder from an exported model, with exactly the same parameters.
 
-    mosar evaluate, train and generate take it from there; the optimizer starts anew.
+    mosar evaluate, train and generate take the run folder. The optimizer starts anew.
 
     Example: mosar import exported --out runs/again --data data/stdlib
     """

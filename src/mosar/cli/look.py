@@ -1,4 +1,4 @@
-"""`mosar look`: a page that shows what every token of a text chose."""
+"""`mosar look`: makes a page that shows what every token of a text chose."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def look(
     text: Annotated[str, Option(help="A file with the text; - reads stdin.")],
     out: Annotated[Path, Option(help="The page to write.")] = Path("look.html"),
     tokens: Annotated[
-        int, Option(min=1, max=1 << 16, help="How much of the text is read at most.")
+        int, Option(min=1, max=1 << 16, help="The most tokens of the text to read.")
     ] = 4096,
     step: Step = None,
     data: MovedData = None,
@@ -42,8 +42,8 @@ def look(
 ) -> None:
     """Show what every token of a text chose: one page, with text, map, attention and savings.
 
-    The page needs nothing else and no network. Attention is stored for the largest shares alone;
-    no tensor of tokens x tokens is made.
+    The page is one file and needs no network. It holds only the largest attention weights; no
+    tensor of tokens x tokens is made.
 
     Example: mosar look runs/mosar --text article.txt --out look.html
     """

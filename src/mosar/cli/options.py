@@ -1,4 +1,4 @@
-"""Options that several commands have, and how the text of an option becomes its value."""
+"""Options that several commands share, their checks, and parsers of their text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from mosar.core.config import MoSARConfig
 
-# Read from the source that lists them: importing it would load torch.
+# Read from the source file: importing it would load torch.
 _SOURCE = Path(mosar.__file__).with_name("geometries") / "__init__.py"
 _LISTED = re.compile(r'^    "([\w-]+)": (?:AttentionConfig)?\(', re.M)
 DATASET = "data/stdlib"
@@ -26,9 +26,9 @@ VARIANTS = ", ".join(_LISTED.findall(_SOURCE.read_text()))
 
 Run = Annotated[Path, Argument(help="A run folder of mosar train.", show_default=False)]
 NewFolder = Annotated[Path, Option("--out", help="Folder to make.")]
-Step = Annotated[int | None, Option(min=0, help="A checkpoint; by default the newest.")]
+Step = Annotated[int | None, Option(min=0, help="The step of a checkpoint; by default the newest.")]
 MovedData = Annotated[
-    Path | None, Option("--data", help="Where the data of the run lies, if it was moved.")
+    Path | None, Option("--data", help="Where the run's dataset is now, if it was moved.")
 ]
 Dataset = Annotated[
     Path | None, Option("--data", help=f"A dataset of mosar prepare; by default {DATASET}.")
@@ -41,17 +41,19 @@ Preset = Annotated[
         "or paper."
     ),
 ]
-Lengths = Annotated[str, Option(help="Times the training length, like 2x, or tokens, like 2048.")]
+Lengths = Annotated[str, Option(help="Multiples of the training length (2x), or tokens (2048).")]
 PredictedTokens = Annotated[
     int | None,
-    Option(min=1, help="Predicted at each length; by default as many as 64 training steps see."),
+    Option(
+        min=1, help="Tokens to predict at each length; by default as many as 64 training steps see."
+    ),
 ]
 Changes = Annotated[
     list[str] | None,
     Option(
         "--set",
         metavar="KEY=VALUE",
-        help="A change like train.steps=60; may be given again. Keys: docs/training.md.",
+        help="A change like train.steps=60; can be repeated. Keys: docs/training.md.",
     ),
 ]
 TextField = Annotated[
@@ -59,9 +61,11 @@ TextField = Annotated[
 ]
 Geometry = Annotated[
     Path | None,
-    Option("--config", help="A MoSARConfig as JSON, as MoSARConfig.to_json() writes it."),
+    Option("--config", help="A file with the JSON of a MoSARConfig, from MoSARConfig.to_json()."),
 ]
-Threads = Annotated[int | None, Option(min=1, help="Threads of torch; by default its own choice.")]
+Threads = Annotated[
+    int | None, Option(min=1, help="Number of torch threads; by default torch decides.")
+]
 Progress = Annotated[bool, Option(help="Show progress on stderr.")]
 
 
@@ -89,7 +93,7 @@ def check_names(variant: str | None, preset: str | None) -> None:
 
 
 def check_dataset(folder: Path | None) -> None:
-    """A DataError where a dataset is named that is not there."""
+    """A DataError for a dataset that does not exist."""
     from mosar.data.manifest import Manifest
 
     if folder is not None and not folder.is_dir():
@@ -150,7 +154,7 @@ def write_figure(path: Path, figure: Figure) -> None:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Writes a file at once; where that fails, one line says so."""
+    """Writes a whole file or nothing; a MosarError says why it failed."""
     try:
         replace_synced(path, data)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""`mosar plan`: what a run will need."""
+"""`mosar plan`: estimates what a run needs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def plan(
     preset: Preset = "paper",
     variant: Variant = "mosar",
     context: Annotated[
-        int | None, Option(min=1, help="Tokens of a window; by default the preset's.")
+        int | None, Option(min=1, help="Tokens in a window; by default the preset's.")
     ] = None,
     gpus: Annotated[
         int | None,
@@ -57,34 +57,34 @@ def plan(
         int | None,
         Option(
             min=1,
-            help="Windows of an update, on all ranks; by default the preset's, or one a rank.",
+            help="Windows per update, on all ranks; by default the preset's, or one per rank.",
         ),
     ] = None,
     memory: Annotated[
-        float, Option(min=0.001, help="GiB that a rank has; chooses the mesh.")
+        float, Option(min=0.001, help="GiB of memory per rank, from which the mesh is chosen.")
     ] = 80.0,
     density: Annotated[
         str | None,
         Option(
-            help="Which support density: paper or small (packaged figures), a number, or a folder "
-            "with records of mosar evaluate."
+            help="The support density: paper or small (figures that come with mosar), a number, or "
+            "a folder with records of mosar evaluate."
         ),
     ] = None,
     changes: Changes = None,
     json_file: Annotated[
         Path | None,
-        Option("--json", help="Write the plan as JSON; - for stdout, without the tables."),
+        Option("--json", help="Write the plan as JSON; - writes it to stdout, without the tables."),
     ] = None,
     plot: Annotated[
-        Path | None, Option(help="Draw how attention's cost grows: FILE.png, .svg or .pdf.")
+        Path | None, Option(help="Draw attention's cost by context: FILE.png, .svg or .pdf.")
     ] = None,
 ) -> None:
     """Estimate a run before it runs: parameters, operations, memory, communication, context.
 
-    Pencil and paper: nothing is trained or timed. Every line says whether it is exact, measured or
-    modelled, and by which rule. Sizes of the mesh that are not given are chosen: the simplest one
-    whose memory fits. The regimes stay those of the preset's training length, as in an evaluation
-    at a longer context; --set model.max_length=8192 scales them.
+    Nothing is trained or timed. Every line says whether it is exact, measured or modelled, and by
+    which rule. Without --data, --shard and --tensor, the simplest mesh that fits into memory is
+    chosen. The regimes stay those of the preset's training length, as when a model is evaluated at
+    a longer context; --set model.max_length=8192 scales them.
 
     Example: mosar plan --preset paper --context 8192 --gpus 64
 
@@ -105,7 +105,7 @@ def plan(
         preset=preset or "paper",
         data=".",
         vocab_size=_ASSUMED_VOCABULARY,
-        # A plan is of GPUs, whatever it is made on: their precision counts.
+        # A plan is for GPUs, wherever it is made: it uses their precision.
         changes=["train.device=cuda", *(changes or ())],
     )
     mesh = config.distributed
@@ -150,7 +150,7 @@ def _draw(made: Plan, path: Path) -> None:
 
 
 def _choose_curves(config: RunConfig, density: str | None) -> list[DensityCurve]:
-    """The curves of a routed variant, the one that is asked for first; none for the others."""
+    """Density curves of a routed variant, the chosen one first; none for other variants."""
     from mosar.geometries import VARIANTS
     from mosar.planning.density import constant_curve, curves_from_records, packaged_curves
 
@@ -166,7 +166,7 @@ def _choose_curves(config: RunConfig, density: str | None) -> list[DensityCurve]
         fits = any(curve and len(curve.points[0].pairs) == regimes for curve in counted)
         if VARIANTS[config.variant].geometry_class.routed and not fits:
             return [constant_curve(1.0, "no model with these regimes was counted: as if dense")]
-        # The published model has published shares; smaller ones are nearer to our own records.
+        # The paper published shares of its model; smaller models are closer to our own records.
         density = "paper" if config.preset == "paper" else "small"
     if density in sources:
         order = [density, *(source for source in sources if source != density)]

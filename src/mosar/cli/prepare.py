@@ -1,4 +1,4 @@
-"""`mosar prepare`: text to token streams."""
+"""`mosar prepare`: turns text into a dataset of tokens."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ def prepare(
     sources: Annotated[
         list[str] | None,
         Argument(
-            help="Text (.txt, .md, …), .jsonl, either with .gz, .parquet, folders of these, stdlib "
-            "(the sources of Python's standard library, the default), or hf:NAME[:CONFIG][:SPLIT].",
+            help="Text files (.txt, .md, …) or .jsonl, also with .gz; .parquet; folders of these; "
+            "stdlib (the sources of Python's standard library, the default); or "
+            "hf:NAME[:CONFIG][:SPLIT].",
             show_default=False,
         ),
     ] = None,
@@ -44,7 +45,7 @@ def prepare(
     ] = None,
     force: Annotated[bool, Option("--force", help="Replace a dataset in --out.")] = False,
     check: Annotated[
-        Path | None, Option(help="Make nothing: compare this dataset with its checksums.")
+        Path | None, Option(help="Only compare this dataset with its checksums.")
     ] = None,
 ) -> None:
     """Make a dataset from text: tokens for training and for validation.
@@ -66,10 +67,10 @@ def prepare(
 
     if check is not None:
         if sources or out is not None:
-            raise ValueError("--check takes no sources and no --out: it checks a dataset")
+            raise ValueError("--check takes no sources and no --out: it only checks a dataset")
         manifest = preparation.check_dataset(check, progress=True)
         print(preparation.show_dataset(manifest, check))
-        print("every file is as it was prepared")
+        print("every file matches its checksum")
         return
     if out is None:
         raise ValueError("--out is missing: the folder to make")

@@ -1,4 +1,4 @@
-"""`mosar reproduce`: the paper's comparison, from data to report."""
+"""`mosar reproduce`: runs the paper's comparison, from data to report."""
 
 from __future__ import annotations
 
@@ -26,28 +26,26 @@ from mosar.errors import TrainingError, TrainingInterrupted
 _TOKENIZER = "bpe:4096"
 
 
-@command("reproduce", stopped="stopped; the same command goes on")
+@command("reproduce", stopped="stopped; the same command resumes")
 def reproduce(
-    out: Annotated[
-        Path, Option(help="The experiment folder; one that holds this experiment goes on.")
-    ],
+    out: Annotated[Path, Option(help="The experiment folder; an existing experiment is resumed.")],
     preset: Preset = "quick",
     variants: Annotated[
-        str | None, Option(help=f"Some of {VARIANTS}, or all; by default the paper's.")
+        str | None, Option(help=f"One or more of {VARIANTS}, or all; by default the paper's.")
     ] = None,
-    seeds: Annotated[int, Option(min=1, help="How many seeds, from 0 on.")] = 1,
+    seeds: Annotated[int, Option(min=1, help="Number of seeds, starting from 0.")] = 1,
     data: Annotated[
         Path | None,
         Option(
             help="A dataset of mosar prepare; by default data/stdlib, which is made from Python's "
-            "standard library where it is missing. A task needs none."
+            "standard library if it is missing. A task needs no dataset."
         ),
     ] = None,
     grid: Annotated[
         str | None,
         Option(
             metavar="KEY=VALUE,VALUE",
-            help="Repeat along one axis, like attention.barrier=4,6,8. Keys: docs/training.md.",
+            help="Repeat for each value, like attention.barrier=4,6,8. Keys: docs/training.md.",
         ),
     ] = None,
     changes: Changes = None,
@@ -73,9 +71,9 @@ def reproduce(
 ) -> None:
     """Run the paper's comparison: train the variants, evaluate them, make the report.
 
-    Each variant and seed is a cell. A finished cell is not run again, an interrupted one goes on
-    where it stopped, a failed one is reported and the others go on. Ctrl-C saves first; the same
-    command goes on. More variants or seeds may be added to a folder later.
+    Each variant and seed is a cell. Finished cells are not run again, interrupted ones are resumed,
+    and a failed cell does not stop the others. Ctrl-C saves; the same command resumes. You can add
+    variants and seeds to the folder later.
 
     Example: mosar reproduce --preset quick --out runs/quick
 
@@ -115,7 +113,7 @@ def reproduce(
     try:
         result = run_experiment(settings, out, jobs=jobs, threads=threads, progress=progress)
     except TrainingInterrupted as error:
-        saved = "stopped and saved; the same command goes on"
+        saved = "stopped and saved; the same command resumes"
         raise TrainingInterrupted(saved, error.signal_number) from None
     if result.finished:
         from mosar.cli.report import report_experiment

@@ -1,4 +1,4 @@
-"""`mosar retrofit`: routers for a pretrained model."""
+"""`mosar retrofit`: trains routers for a pretrained model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def retrofit(
         list[str] | None,
         Option(
             help="Text as mosar prepare takes it, or a dataset it made with the model's tokenizer; "
-            "may be given again. By default stdlib."
+            "can be repeated. By default stdlib."
         ),
     ] = None,
     target_density: Annotated[
@@ -56,24 +56,22 @@ def retrofit(
         Option(
             "--set",
             metavar="KEY=VALUE",
-            help="A change like updates=4; may be given again. Keys: docs/retrofit.md.",
+            help="A change like updates=4; can be repeated. Keys: docs/retrofit.md.",
         ),
     ] = None,
     start_from: Annotated[
         Path | None,
-        Option(
-            help="Another run to begin with the routers of: for another density, fewer steps do."
-        ),
+        Option(help="Start from the routers of another run; a new density then needs fewer steps."),
     ] = None,
     text_field: TextField = "text",
     evaluate: Annotated[bool, Option(help="Afterwards: perplexity, prefill, cache.")] = True,
     threads: Threads = None,
     progress: Progress = True,
 ) -> None:
-    """Give a pretrained model routers: train them alone, the model stays as it is.
+    """Add routers to a pretrained model and train only them; the model stays as it is.
 
     The routers learn from the model's own attention, layer by layer. --out gets an adapter of a few
-    MB that mosar evaluate and mosar generate take. Ctrl-C saves first; the same command goes on.
+    MB that mosar evaluate and mosar generate take. Ctrl-C saves; the same command resumes.
 
     Example: mosar retrofit HuggingFaceTB/SmolLM2-135M --data articles.jsonl.gz --out runs/smollm2
 
@@ -140,7 +138,7 @@ def retrofit(
 
 
 def _check_paths(model: str, sources: list[str], start_from: Path | None) -> None:
-    """Errors of paths, before torch and transformers are imported."""
+    """Reports wrong paths before torch and transformers are imported."""
     from mosar.data.corpora import find_source
     from mosar.data.manifest import MANIFEST
 
@@ -158,7 +156,7 @@ def _check_paths(model: str, sources: list[str], start_from: Path | None) -> Non
 
 
 def _settings_for(model: PreTrainedModel, named: dict[str, Any]) -> RetrofitSettings:
-    """The settings that are named; windows are by default no longer than the model's context."""
+    """Settings from the named ones; by default windows are no longer than the model's context."""
     from mosar.integrations.retrofit.base_model import check_length, context_length
     from mosar.integrations.retrofit.config import RetrofitSettings
 
@@ -172,6 +170,6 @@ def _settings_for(model: PreTrainedModel, named: dict[str, Any]) -> RetrofitSett
 
 
 def _absolute(source: str) -> str:
-    """A path that holds from anywhere; a name on the hub stays what it is."""
+    """An absolute path; a name on the hub stays as it is."""
     path = Path(source)
     return str(path.absolute()) if path.exists() else source

@@ -1,4 +1,4 @@
-"""`mosar train`: a new run, or more steps of one."""
+"""`mosar train`: starts or resumes a run."""
 
 from __future__ import annotations
 
@@ -38,15 +38,14 @@ def train(
     data: Dataset = None,
     changes: Changes = None,
     threads: Threads = None,
-    resume: Annotated[
-        bool, Option(help="With --no-resume, a folder that holds a run is refused.")
-    ] = True,
+    resume: Annotated[bool, Option(help="--no-resume refuses a folder that holds a run.")] = True,
     progress: Progress = True,
 ) -> None:
-    """Train a variant, or go on with the run in --out, bit for bit as if it had never stopped.
+    """Train a variant, or resume the run in --out.
 
-    Ctrl-C saves first. With neither --variant nor --preset, a run that is there goes on as it was
-    configured; where there is none, --variant (mosar), --preset (quick) or --data starts a new one.
+    Ctrl-C saves. A resumed run gives the same numbers as one that never stopped. Without --variant
+    and --preset, the run in --out is resumed with its own configuration. A new run takes variant
+    mosar and preset quick unless others are given.
 
     Example: mosar train --variant mosar --preset quick --data data/stdlib --out runs/mosar
 
@@ -57,7 +56,7 @@ def train(
     check_names(variant, preset)
     if variant is None and preset is None and data is None and not out.is_dir():
         raise _no_run(out)
-    # A run that is there knows its own data, and a task needs none.
+    # An existing run knows its own data, and a task needs none.
     needs_default = data is None and not out.is_dir() and not _is_task(preset, changes or [])
     check_dataset(Path(DATASET) if needs_default else data)
     from mosar.training import loop
@@ -67,9 +66,9 @@ def train(
     config = choose_config(out, variant, preset, data, changes or [])
     result = loop.train(config, out, progress=progress, resume=resume)
     if launched()[0]:
-        # Of several processes the first one speaks.
+        # Only the first process prints.
         return
-    # Where a loss is so high that its perplexity overflows, there is nothing to be learnt from it.
+    # The perplexity of a very high loss would overflow.
     perplexity = math.exp(min(result.valid_loss, 700))
     print(
         f"{out}: {config.variant or config.attention.geometry}, step {result.step}, "

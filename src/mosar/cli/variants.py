@@ -20,13 +20,13 @@ _WIDE = 150
 @command("variants")
 def variants(
     preset: Preset = "small",
-    as_json: Annotated[bool, Option("--json", help="As JSON, with every fact.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print JSON, with every fact.")] = False,
 ) -> None:
     """List all variants: what they learn, read and keep, and whose idea they are.
 
-    The numbers are those of a preset's model. Pairs are shares of the causal pairs at one and at
-    four times the training length; q·k: products of a head for the last query of that length. Below
-    are the modes in which mosar evaluate can execute a trained model.
+    The numbers are for a preset's model. "pairs" is the share of the causal pairs that is read, at
+    one and at four times the training length. "q·k" counts a head's products for the last query of
+    the training length. Below are the modes in which mosar evaluate can run a trained model.
 
     Example: mosar variants
 
@@ -62,11 +62,13 @@ def variants(
             *((fact.learns, fact.source, fact.checked) if is_wide else ()),
         )
     console.print(table)
-    print("–: it follows from the contents; adaptive-span: the most that it may read.")
-    print("cache: numbers that a layer keeps of each token.")
+    print("–: depends on the text; adaptive-span: the most that it may read.")
+    print("cache: numbers that a layer keeps per token.")
     print("All variants are prefix-invariant: later tokens change nothing of what comes before.")
     if not is_wide:
-        print("What each learns and follows and was checked against: a wider terminal, or --json.")
+        print(
+            "A wider terminal or --json also shows what each learns, follows and was checked with."
+        )
     table = _table("mode", "prefix-invariant")
     for heading in ("of", "follows"):
         table.add_column(heading)

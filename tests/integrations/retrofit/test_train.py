@@ -136,7 +136,7 @@ def test_a_run_that_was_interrupted_goes_on_bit_for_bit(trained, tmp_path, monke
         return steer(self, price, density)
 
     monkeypatch.setattr(RouterLearner, "_steer", interrupting)
-    message = "saved at step 11 of 24; the same command goes on"
+    message = "saved at step 11 of 24; the same command resumes"
     with pytest.raises(TrainingInterrupted, match=message):
         run(tmp_path / "run")
     monkeypatch.undo()

@@ -203,7 +203,7 @@ class RouterLearner(Run):
             )
 
     def how_to_continue(self, out: Path) -> str:
-        return "the same command goes on"
+        return "the same command resumes"
 
     def state(self) -> dict[str, Any]:
         return {"cost_weight": self.cost_weight, "tune_cost": self.tune_cost}
