@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import inspect
 import io
+import json
 import os
 import re
 import shlex
@@ -264,3 +265,31 @@ def test_operators_page_names_every_argument(operator):
 def test_operators_page_names_every_implementation():
     text = (ROOT / "docs" / "operators.md").read_text(encoding="utf-8")
     assert not [name for name in attention.IMPLEMENTATIONS if f'| `"{name}"` |' not in text]
+
+
+NOTEBOOK = ROOT / "docs" / "tutorials" / "geometry.ipynb"
+
+
+@pytest.mark.parametrize("steps", [2, pytest.param(300, marks=pytest.mark.slow)])
+def test_the_notebook_runs(steps, monkeypatch):
+    """Its code cells in their order; with all of its steps, what it says is learnt is learnt."""
+    pytest.importorskip("matplotlib").use("Agg")
+    cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+    sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    names = {"__name__": "__document__"}
+    for source in sources:
+        run_block(source.replace("STEPS = 128, 300", f"STEPS = 128, {steps}"), names)
+    assert names["step"] == steps
+    assert "names and question marks" in names["seen"].to_html()
+    if steps > 2:
+        assert names["right"] > 0.9
+        assert seen_as_key(names["seen"], 0) == "G"
+
+
+def seen_as_key(seen, token):
+    return seen.config.regimes[int(seen.labels[0, 1, 0, token])].name
+
+
+def test_the_notebook_holds_no_outputs():
+    cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+    assert not [cell for cell in cells if cell.get("outputs")]
