@@ -38,10 +38,11 @@ def test_notes_go_to_stderr(tmp_path):
     assert result.stderr.splitlines() == [
         "training the tokenizer (bpe:5000)",
         "packing",
-        "note: passed over: 1 file of other kinds",
+        "note: ignored: 1 file of other kinds",
         "note: skipped: 1 empty document",
-        f"note: not all UTF-8, the rest now U+FFFD: 1 document, the first is {folder / 'b.txt'}",
-        "note: the text is too short for 5,000 tokens; it gave 257",
+        "note: bytes that are not UTF-8 were replaced by U+FFFD in 1 document, "
+        f"the first is {folder / 'b.txt'}",
+        "note: the text is too short for a vocabulary of 5,000; it gave 257 tokens",
     ]
 
 

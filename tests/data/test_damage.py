@@ -121,7 +121,7 @@ def test_a_file_that_is_no_manifest(dataset, content, part):
 
 
 def test_no_dataset_at_all(tmp_path, dataset):
-    assert_refused(tmp_path, "", "is no dataset (it has no manifest.json)")
+    assert_refused(tmp_path, "", "is not a dataset (it has no manifest.json)")
     assert_refused(
         tmp_path / "nothing", "", "make one: mosar prepare stdlib --tokenizer bpe:4096 --out"
     )

@@ -110,7 +110,7 @@ def test_a_replacement_cut_short_is_undone(tmp_path, dataset, write_lines):
     """The process dies between the two renames: the old dataset comes back."""
     before = check_dataset(dataset)
     dataset.rename(tmp_path / ".set.replaced")
-    with pytest.raises(DataError, match="holds a dataset already"):
+    with pytest.raises(DataError, match="already holds a dataset"):
         prepare([write_lines(["x", "y"])], dataset)
     assert check_dataset(dataset) == before
     # It died just after them: the new one stays.
@@ -118,7 +118,7 @@ def test_a_replacement_cut_short_is_undone(tmp_path, dataset, write_lines):
     prepare([write_lines(["x", "y"])], tmp_path / "new")
     (tmp_path / "new").rename(dataset)
     new = check_dataset(dataset)
-    with pytest.raises(DataError, match="holds a dataset already"):
+    with pytest.raises(DataError, match="already holds a dataset"):
         prepare([write_lines()], dataset)
     assert check_dataset(dataset) == new
     assert not list(tmp_path.glob(".*"))

@@ -218,7 +218,7 @@ def test_memory_stays_bounded(tmp_path):
 def test_an_existing_dataset_is_kept_unless_forced(tmp_path, write_lines, dataset):
     before = Manifest.read(dataset)
     source = write_lines(["x", "y"])
-    with pytest.raises(DataError, match="holds a dataset already; --force"):
+    with pytest.raises(DataError, match="already holds a dataset; --force"):
         prepare([source], dataset)
     assert check_dataset(dataset) == before
     prepare([source], dataset, force=True)
@@ -232,7 +232,7 @@ def test_other_things_are_never_replaced(tmp_path, write_lines, dataset):
     (tmp_path / "notes" / "a.txt").write_text("mine")
     (dataset / "mine.txt").write_text("mine")
     for out in (tmp_path / "notes", dataset, tmp_path / "corpus.jsonl"):
-        with pytest.raises(DataError, match="holds something else than a dataset"):
+        with pytest.raises(DataError, match="holds something other than a dataset"):
             prepare([source], out, force=True)
     assert (tmp_path / "notes" / "a.txt").read_text() == "mine"
     assert (dataset / "mine.txt").exists()

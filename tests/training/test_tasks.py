@@ -105,7 +105,7 @@ def test_what_cannot_be_learnt_is_said(tmp_path):
             train(configure("recall", "rope", *changes), tmp_path / "run", progress=False)
     with pytest.raises(ValueError, match=r"data.task must be one of text, passkey, recall"):
         configure("needle")
-    with pytest.raises(ValueError, match="isolate_documents must be false where task is 'recall'"):
+    with pytest.raises(ValueError, match="isolate_documents must be false if task is 'recall'"):
         configure("recall", "rope", "data.isolate_documents=true")
     with pytest.raises(ValueError, match="task must be one of"):
         DataConfig(task="poem")  # pyright: ignore

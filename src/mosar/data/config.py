@@ -1,4 +1,4 @@
-"""Which data a run reads, and how."""
+"""Which data a run reads."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class DataConfig:
     folder: str = "data/stdlib"
     """A dataset as `mosar prepare` makes it."""
     isolate_documents: bool = False
-    """Attention stays within a document; otherwise it crosses them, as in a plain packed stream."""
+    """Whether attention stays within a document; by default it crosses documents."""
     seed: int = 0
-    """Of the order of the windows; every epoch has another one. Of a task, of its windows."""
+    """Seed of the order of the windows, which differs in every epoch, or of a task's windows."""
     task: Task = "text"
-    """"text" reads `folder`; "passkey" and "recall" make their windows (see tasks.py)."""
+    """"text" reads `folder`; "passkey" and "recall" generate windows (see tasks.py)."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.folder, (str, os.PathLike)) or not os.fspath(self.folder):
@@ -36,4 +36,4 @@ class DataConfig:
         if self.task not in get_args(Task):
             raise ValueError(f"task must be one of {get_args(Task)}, got {self.task!r}")
         if self.task != "text" and self.isolate_documents:
-            raise ValueError(f"isolate_documents must be false where task is {self.task!r}")
+            raise ValueError(f"isolate_documents must be false if task is {self.task!r}")

@@ -1,7 +1,7 @@
-"""Corpora: where text comes from, as a stream of documents that is never held whole.
+"""Sources of text, read as a stream of documents that is never in memory as a whole.
 
-A source is a file, a folder, `stdlib` or `hf:NAME[:CONFIG][:SPLIT]`. Documents come in the order of
-the sources, files of a folder by path.
+A source is a file, a folder, `stdlib` or `hf:NAME[:CONFIG][:SPLIT]`. Documents keep the order of
+the sources; the files of a folder are sorted by path.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ _COMPRESSED = (".bz2", ".xz", ".zst", ".zip", ".tar", ".tgz", ".7z")
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """One named source, found and listed but not yet read."""
+    """One source, found but not yet read."""
 
     spec: str
     """As it was given."""
     kind: str
     """"file", "folder", "stdlib" or "hf"."""
     files: tuple[Path, ...] = ()
-    """What is read, in this order; empty for "hf"."""
+    """The files to read, in this order; empty for "hf"."""
     passed_over: int = 0
-    """Files of a folder that are of no known kind."""
+    """Number of files in a folder that are of no known kind."""
 
 
 def find_source(spec: str) -> Source:
-    """The source that `spec` names; a DataError where there is none."""
+    """The source that `spec` names; a DataError if there is none."""
     if spec == "stdlib":
         return Source(spec=spec, kind="stdlib", files=_stdlib_files())
     if spec.startswith("hf:"):
@@ -61,15 +61,17 @@ def find_source(spec: str) -> Source:
         return Source(spec=spec, kind="folder", files=files, passed_over=len(listed) - len(files))
     if path.is_file():
         if path.suffix.lower() in _COMPRESSED:
-            raise DataError(f"{spec} is compressed in a way that is not read here; unpack it first")
+            raise DataError(
+                f"{spec} is compressed in a format that mosar does not read; unpack it first"
+            )
         return Source(spec=spec, kind="file", files=(path,))
     if path.exists():
-        raise DataError(f"{spec} is neither a file nor a folder; sources may be read twice")
+        raise DataError(f"{spec} is neither a file nor a folder, and sources may be read twice")
     raise DataError(f"{spec} does not exist; a source is a file, a folder, stdlib or hf:NAME")
 
 
 def total_bytes(sources: Sequence[Source]) -> int | None:
-    """Bytes on disk, or None where a source does not say."""
+    """Bytes on disk; None if a source does not know."""
     if any(source.kind == "hf" for source in sources):
         return None
     return sum(file.stat().st_size for source in sources for file in source.files)
@@ -78,7 +80,7 @@ def total_bytes(sources: Sequence[Source]) -> int | None:
 def read_documents(
     sources: Sequence[Source], report: ReadReport, *, text_field: str = "text"
 ) -> Iterator[Document]:
-    """Every document with any text in it, in order; `report` is kept up to date."""
+    """Every document that is not empty, in order; updates `report`."""
     report.documents = [0] * len(sources)
     for number, source in enumerate(sources):
         for document in _documents_of(source, text_field, report):
@@ -98,18 +100,18 @@ def read_documents(
 
 def _stdlib_files() -> tuple[Path, ...]:
     folder = Path(sysconfig.get_path("stdlib"))
-    # Installed packages are not the standard library, and not every system installs its tests.
+    # Leave out installed packages, and the tests, which not every system installs.
     left_out = {"site-packages", "dist-packages", "test", "tests"}
     files = tuple(file for file in _walk(folder, left_out) if file.suffix == ".py")
     if not files:
         raise DataError(
-            f"this Python has no sources of its standard library in {folder}; name text files"
+            f"this Python has no sources of its standard library in {folder}; give text files"
         )
     return files
 
 
 def _walk(folder: Path, left_out: Iterable[str] = ()) -> Iterator[Path]:
-    """The files below a folder by path, without hidden ones."""
+    """The files below a folder, sorted by path, without hidden ones."""
     skipped = {"__pycache__", *left_out}
 
     def visible(names: list[str]) -> list[str]:
@@ -127,7 +129,7 @@ def _walk(folder: Path, left_out: Iterable[str] = ()) -> Iterator[Path]:
 
 
 def _format(path: Path) -> tuple[str, bool]:
-    """The suffix that says how a file is read, and whether it is gzipped."""
+    """The suffix of the format, and whether the file is gzipped."""
     suffix = path.suffix.lower()
     if suffix == ".gz":
         return Path(path.stem).suffix.lower(), True

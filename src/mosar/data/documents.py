@@ -1,7 +1,7 @@
-"""Reading documents: text, JSON Lines, parquet and Hugging Face datasets, a piece at a time.
+"""Reads documents piece by piece: text, JSON Lines, parquet and Hugging Face datasets.
 
-A text file is one document and is read in blocks; a line of JSON Lines and a row of the others is
-one document each. Pieces are cut where a tokenizer that splits at white space cuts anyway.
+A text file is one document and is read in blocks. In the other formats each line or row is one
+document. Pieces are cut before white space, where most tokenizers split anyway.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mosar.files import parse_json
 from mosar.lazy import install_line
 
 PIECE_LENGTH = 1 << 18
-"""Characters of a piece at most."""
+"""The most characters in a piece."""
 
 _BLOCK_BYTES = 1 << 18
 _PARQUET_ROWS = 64
@@ -32,28 +32,28 @@ _SURROGATES = re.compile("[\ud800-\udfff]")
 
 @dataclass
 class Document:
-    """One document, to be read before the next one is asked for."""
+    """One document. Read it before you ask for the next one."""
 
     name: str
     """Where it comes from, for messages."""
     pieces: Iterator[str]
-    """Its text; at most PIECE_LENGTH characters each, none empty."""
+    """Its text; each piece has 1 to PIECE_LENGTH characters."""
     opening: str = ""
     """The first piece."""
     source: int = 0
-    """The number of its source."""
+    """The index of its source."""
     replaced: bool = False
-    """It held something that is not UTF-8; known once the pieces have been read."""
+    """Whether some bytes were not UTF-8; known once all pieces have been read."""
 
 
 @dataclass
 class ReadReport:
-    """What reading has met so far."""
+    """What has been read so far."""
 
     bytes_read: int = 0
-    """Of the files, as they lie on disk."""
+    """Bytes of the files on disk, compressed or not."""
     documents: list[int] = field(default_factory=list)
-    """By source, in their order."""
+    """Number of documents in each source."""
     empty: int = 0
     """Documents skipped because they hold nothing but white space."""
     replaced: int = 0
@@ -62,9 +62,9 @@ class ReadReport:
 
 
 def cut_pieces(chunks: Iterable[str], length: int = PIECE_LENGTH) -> Iterator[str]:
-    """The same text in pieces of at most `length`, each cut before white space where there is any.
+    """The text in pieces of at most `length` characters, cut before white space if possible.
 
-    Where the cuts fall depends on the text alone, not on how it was chunked.
+    The cuts depend only on the text, not on how it was chunked.
     """
     buffer = ""
     for chunk in chunks:
@@ -79,8 +79,8 @@ def cut_pieces(chunks: Iterable[str], length: int = PIECE_LENGTH) -> Iterator[st
 
 
 def _last_cut(text: str, length: int) -> int:
-    # Before a blank that follows a word GPT-2's pattern always starts a new match, so byte-level
-    # BPE gives the same tokens with the cut as without it.
+    # GPT-2's pattern always starts a new match before a blank that follows a word, so the cut does
+    # not change the tokens of a byte-level BPE.
     for cut in range(length, length // 2, -1):
         if text[cut] in " \n\r\t" and not text[cut - 1].isspace():
             return cut
@@ -135,32 +135,32 @@ def _reading(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _opened(path: Path, report: ReadReport) -> Iterator[tuple[BufferedIOBase, Callable[[], None]]]:
-    """The file, unpacked, and a function that tells the report how far it has been read."""
+    """The file, unpacked, and a function that updates the number of bytes read."""
     with open(path, "rb") as raw:
-        seen = 0
+        last_position = 0
 
-        def tell() -> None:
-            nonlocal seen
+        def update() -> None:
+            nonlocal last_position
             position = raw.tell()
-            report.bytes_read += position - seen
-            seen = position
+            report.bytes_read += position - last_position
+            last_position = position
 
         if path.suffix.lower() == ".gz":
             with gzip.GzipFile(fileobj=raw) as unpacked:
-                yield unpacked, tell
+                yield unpacked, update
         else:
-            yield raw, tell
-        tell()
+            yield raw, update
+        update()
 
 
 def text_document(path: Path, report: ReadReport) -> Iterator[Document]:
     def chunks() -> Iterator[str]:
         decoder = codecs.getincrementaldecoder("utf-8")()
-        with _reading(path), _opened(path, report) as (file, tell):
+        with _reading(path), _opened(path, report) as (file, update):
             first = True
             while True:
                 block = file.read(_BLOCK_BYTES)
-                tell()
+                update()
                 final = not block
                 if first:
                     if b"\0" in block[:8192]:
@@ -169,7 +169,7 @@ def text_document(path: Path, report: ReadReport) -> Iterator[Document]:
                 try:
                     text = decoder.decode(block, final)
                 except UnicodeDecodeError:
-                    # The decoder keeps its state when it fails, so the block can be given again.
+                    # A failed decoder keeps its state, so it can decode the same block again.
                     decoder.errors, document.replaced = "replace", True
                     text = decoder.decode(block, final)
                 if text:
@@ -182,9 +182,9 @@ def text_document(path: Path, report: ReadReport) -> Iterator[Document]:
 
 
 def line_documents(path: Path, text_field: str, report: ReadReport) -> Iterator[Document]:
-    with _reading(path), _opened(path, report) as (file, tell):
+    with _reading(path), _opened(path, report) as (file, update):
         for number, line in enumerate(file, start=1):
-            tell()
+            update()
             if number == 1:
                 line = line.removeprefix(codecs.BOM_UTF8)
             if not line.strip():
@@ -242,7 +242,7 @@ def hf_documents(spec: str, text_field: str) -> Iterator[Document]:
         raise DataError(
             f"{spec} needs datasets, which is missing: {install_line('data')}"
         ) from None
-    # Five attempts to reach the hub are ten lines of warnings; what matters is said below.
+    # Five attempts to reach the hub print ten lines of warnings; the error below says enough.
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     try:
         rows = datasets.load_dataset(name, config, split=split, streaming=True)
@@ -255,7 +255,7 @@ def hf_documents(spec: str, text_field: str) -> Iterator[Document]:
             f"cannot reach the Hugging Face hub for {spec}: check the connection and the name, or "
             f"download the dataset's files and give their paths ({_one_line(error)})"
         ) from None
-    # Whatever the hub, the network or a file format can raise: there is no common class.
+    # The hub, the network and file formats raise exceptions without a common class.
     except Exception as error:
         raise DataError(f"cannot read {spec}: {type(error).__name__}: {_one_line(error)}") from None
 
@@ -268,7 +268,7 @@ def _row_document(
     text = "" if row[text_field] is None else row[text_field]
     if not isinstance(text, str):
         raise DataError(f"{name}: {text_field!r} must be text, got {type(text).__name__}")
-    # JSON can spell half of a surrogate pair, which UTF-8 cannot.
+    # JSON can hold half of a surrogate pair, which UTF-8 cannot encode.
     if not text.isascii() and _SURROGATES.search(text):
         text, replaced = _SURROGATES.sub("\ufffd", text), True
     return Document(name, iter((text,)), replaced=replaced)

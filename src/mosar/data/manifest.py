@@ -1,4 +1,4 @@
-"""The manifest of a dataset: what its files are, and how to tell that they still are.
+"""The manifest of a dataset: what its files hold, and checksums that reveal damage.
 
     DIR/manifest.json      this; written last
     DIR/tokenizer.json     absent for bytes
@@ -49,16 +49,16 @@ class TokenizerEntry:
     kind: str
     """"byte", or "file": the dataset's tokenizer.json."""
     origin: str
-    """As it was asked for: "byte", "bpe:4096" or a path."""
+    """As given: "byte", "bpe:4096" or a path."""
     vocab_size: int
     end_of_text: int
     end_of_text_token: str | None
-    """How its file spells end-of-text."""
+    """The end-of-text token as its file writes it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileEntry:
-    """What a file must look like."""
+    """Size and checksum of a file."""
 
     bytes: int
     sha256: str
@@ -72,7 +72,7 @@ class SplitEntry:
     tokens: int
     """End-of-text tokens included."""
     text_bytes: int
-    """Of the documents in UTF-8."""
+    """Bytes of the documents in UTF-8."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,36 +80,36 @@ class SourceEntry:
     """What was read from one source."""
 
     source: str
-    """As it was given; of the standard library, with its version."""
+    """As given; the standard library with its version."""
     documents: int
     files: int
     files_passed_over: int
-    """Of a folder, those of no known kind."""
+    """Files in a folder that are of no known kind."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Everything about a dataset but its tokens."""
+    """Everything about a dataset except its tokens."""
 
     tokenizer: TokenizerEntry
     dtype: str
     splits: dict[str, SplitEntry]
     files: dict[str, FileEntry]
-    """Every file of the dataset but the manifest itself."""
+    """Every file of the dataset except the manifest itself."""
     sources: list[SourceEntry]
     valid_sources: list[SourceEntry]
-    """Empty where the sources were split."""
+    """Empty if the sources were split."""
     split_rule: str
-    """Which documents went into validation."""
+    """How the validation text was chosen."""
     valid_fraction: float | None
     seed: int
     text_field: str
     empty_documents: int
-    """Skipped."""
+    """Documents that were skipped because they were empty."""
     replaced_documents: int
-    """In which something was not UTF-8 and became U+FFFD."""
+    """Documents with bytes that were not UTF-8 and became U+FFFD."""
     first_replaced: str | None
-    """The first of them."""
+    """The name of the first of them."""
     made_by: str = f"mosar {__version__}"
 
     def to_json(self) -> str:
@@ -118,7 +118,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path | str) -> Manifest:
-        """The manifest of a dataset; a DataError where there is none, or a damaged one."""
+        """Reads the manifest of a dataset; a DataError if it is missing or damaged."""
         folder = Path(folder)
         path = folder / MANIFEST
         if not folder.is_dir():
@@ -130,7 +130,7 @@ class Manifest:
             values = parse_json(path.read_bytes())
         except FileNotFoundError:
             raise DataError(
-                f"{folder} is no dataset (it has no {MANIFEST}); make one with mosar prepare"
+                f"{folder} is not a dataset (it has no {MANIFEST}); make one with mosar prepare"
             ) from None
         except OSError as error:
             raise DataError(f"cannot read {path}: {error.strerror}") from None
@@ -158,7 +158,7 @@ class Manifest:
         return decode(cls, values, str(path))
 
     def check_sizes(self, folder: Path | str) -> None:
-        """A DataError that names the first file that is missing or of the wrong size."""
+        """Raises a DataError for the first file that is missing or has the wrong size."""
         for name, entry in self.files.items():
             path = Path(folder, name)
             try:
@@ -179,9 +179,9 @@ class Manifest:
         names: Iterable[str] | None = None,
         report: Callable[[int], None] | None = None,
     ) -> None:
-        """A DataError that names the first file whose content is not what was prepared.
+        """Raises a DataError for the first file with a wrong checksum.
 
-        `names`: these files only; `report` is told the bytes of every block that was read.
+        names: check only these files. report: called with the bytes of every block that was read.
         """
         self.check_sizes(folder)
         for name in self.files if names is None else names:

@@ -1,4 +1,4 @@
-"""Packing: documents in; of each split a file of tokens and one of document starts out."""
+"""Packs documents: for each split, one file of tokens and one of document starts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _STARTS_HELD = 1 << 16
 
 
 class SplitWriter:
-    """Writes one split: tokens of documents, each closed by end-of-text."""
+    """Writes one split: the tokens of its documents, each followed by end-of-text."""
 
     def __init__(self, folder: Path, split: str, tokenizer: Tokenizer) -> None:
         self._dtype = np.dtype(token_dtype(tokenizer.vocab_size)).newbyteorder("<")
@@ -26,7 +26,7 @@ class SplitWriter:
         self._starts_file = open(folder / documents_file(split), "wb")  # noqa: SIM115
         self._starts = array("q")
         self._start = self.tokens = self.documents = self.text_bytes = 0
-        # The header is as long for any number of documents; the right one is put in at the end.
+        # The header has the same size for any number of documents; it is rewritten at the end.
         self._write_header()
 
     def write(self, ids: np.ndarray) -> None:
@@ -43,7 +43,7 @@ class SplitWriter:
             self._flush_starts()
 
     def finish(self) -> SplitEntry:
-        """Everything on disk."""
+        """Flushes both files to the disk."""
         self._flush_starts()
         body = self._starts_file.tell() - 8 * self.documents
         self._starts_file.seek(0)
@@ -69,7 +69,7 @@ class SplitWriter:
 
 
 def pack(pieces: Iterable[tuple[SplitWriter, str | None]], tokenizer: Tokenizer) -> None:
-    """Encodes pieces in batches and writes each where it belongs; None ends a document."""
+    """Encodes pieces in batches and writes each with its writer; None ends a document."""
     batch: list[tuple[SplitWriter, str | None]] = []
     held = 0
     for writer, piece in pieces:

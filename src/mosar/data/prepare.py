@@ -42,7 +42,7 @@ from mosar.errors import DataError
 from mosar.files import file_checksum, staged_folder, write_synced
 
 SAMPLE_CHARACTERS = 1 << 27
-"""A BPE is trained on this much of the training text, from its beginning: memory stays bounded."""
+"""A BPE is trained on the first characters of the training text, so that memory is bounded."""
 
 _SEPARATE = "separate validation sources"
 _BY_DOCUMENT = (
@@ -97,7 +97,7 @@ def prepare(
     force: bool = False,
     progress: bool = False,
 ) -> Manifest:
-    """Makes the dataset `out` and returns its manifest; nothing is left of one that fails.
+    """Makes the dataset `out` and returns its manifest. A failure leaves nothing behind.
 
     `tokenizer` is "byte", "bpe:VOCAB" (trained on the training documents) or the path of a
     tokenizer.json or of a dataset. Without `valid` sources, `valid_fraction` of the documents are
@@ -129,7 +129,7 @@ def prepare(
 
 
 def check_dataset(folder: Path | str, *, progress: bool = False) -> Manifest:
-    """Reads every byte of a dataset; a DataError names the first file that is not as prepared."""
+    """Reads every byte of a dataset; a DataError names the first file with a wrong checksum."""
     manifest = Manifest.read(folder)
     done = 0
 
@@ -145,9 +145,9 @@ def check_dataset(folder: Path | str, *, progress: bool = False) -> Manifest:
 
 
 def split_of(index: int, opening: str, seed: int, valid_fraction: float) -> str:
-    """ "train" or "valid" for a document that opens so; equal documents go together.
+    """ "train" or "valid" for a document, by its opening; equal documents go together.
 
-    The first two are divided by the seed, so that two documents are enough for both splits.
+    The seed divides the first two, so two documents are enough for both splits.
     """
     key = str(seed).encode()
     if index < 2:
@@ -202,14 +202,14 @@ def _check_overlap(plan: _Plan) -> None:
 
 
 def _refuse(out: Path, force: bool) -> None:
-    """A DataError unless `out` is ours to replace: a dataset, be it damaged, and `force`."""
+    """A DataError unless `out` holds a dataset, which may be damaged, and `force` is set."""
     ours = {MANIFEST, TOKENIZER}
     ours |= {name for split in SPLITS for name in (tokens_file(split), documents_file(split))}
     names = {path.name for path in out.iterdir()} if out.is_dir() else set()
     if MANIFEST not in names or not names <= ours:
-        raise DataError(f"{out} holds something else than a dataset; choose another --out")
+        raise DataError(f"{out} holds something other than a dataset; choose another --out")
     if not force:
-        raise DataError(f"{out} holds a dataset already; --force replaces it")
+        raise DataError(f"{out} already holds a dataset; --force replaces it")
 
 
 def _train(plan: _Plan, vocab_size: int, display: Display) -> Tokenizer:
@@ -309,7 +309,7 @@ def _source_entry(source: Source, documents: int) -> SourceEntry:
 
 
 def show_dataset(manifest: Manifest, folder: Path | str) -> str:
-    """What a dataset holds, in a few lines."""
+    """A summary of a dataset in a few lines."""
     rows = [
         (
             split,
@@ -333,7 +333,7 @@ def show_dataset(manifest: Manifest, folder: Path | str) -> str:
 
 
 def notes(manifest: Manifest) -> list[str]:
-    """What its maker should know about how a dataset came about."""
+    """Notes for the person who prepared a dataset."""
     found = []
     if manifest.split_rule == _TAIL:
         found.append(
@@ -344,19 +344,20 @@ def notes(manifest: Manifest) -> list[str]:
         entry.files_passed_over for entry in (*manifest.sources, *manifest.valid_sources)
     )
     if passed_over:
-        found.append(f"passed over: {_count(passed_over, 'file')} of other kinds")
+        found.append(f"ignored: {_count(passed_over, 'file')} of other kinds")
     if manifest.empty_documents:
         found.append(f"skipped: {_count(manifest.empty_documents, 'empty document')}")
     if manifest.replaced_documents:
         found.append(
-            f"not all UTF-8, the rest now U+FFFD: "
+            f"bytes that are not UTF-8 were replaced by U+FFFD in "
             f"{_count(manifest.replaced_documents, 'document')}, "
             f"the first is {manifest.first_replaced}"
         )
     asked = parse_bpe(manifest.tokenizer.origin)
     if asked is not None and manifest.tokenizer.vocab_size < asked:
         found.append(
-            f"the text is too short for {asked:,} tokens; it gave {manifest.tokenizer.vocab_size:,}"
+            f"the text is too short for a vocabulary of {asked:,}; it gave "
+            f"{manifest.tokenizer.vocab_size:,} tokens"
         )
     return found
 

@@ -1,4 +1,4 @@
-"""How far a pass over data has come: a bar on stderr, or a line where it is no terminal."""
+"""Progress of a pass over data: a bar on stderr, or one line if stderr is not a terminal."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _EVERY_SECONDS = 0.1
 
 
 class Display:
-    """The passes of one command, one after the other."""
+    """Shows the passes of one command, one after the other."""
 
     def __init__(self, enabled: bool) -> None:
         console = Console(stderr=True)
@@ -45,7 +45,7 @@ class Display:
             yield self
 
     def begin(self, description: str, total: int | None) -> None:
-        """A new pass; `total` None where its size is not known."""
+        """Starts a new pass; `total` is None if its size is not known."""
         if self._task is not None:
             self._progress.remove_task(self._task)
         self._task = self._progress.add_task(description, total=total, note="")

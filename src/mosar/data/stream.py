@@ -1,8 +1,8 @@
 """The packed token stream: one long row of documents, read in windows through a memory map.
 
-Window i of length L holds the tokens [i·L, (i+1)·L], one more than L: the inputs and, shifted by
-one, their targets. The windows tile the stream; a rest at its end, shorter than a window, is not
-read. Which windows make a batch is a pure function of step and seed: a run resumes without state.
+Window i of length L holds the L + 1 tokens [i·L, (i+1)·L]: the inputs and, shifted by one, their
+targets. The windows tile the stream; a rest at the end that is shorter than a window is not read.
+The windows of a batch are a pure function of step and seed, so a run resumes without state.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mosar.data.manifest import SPLITS, Manifest, documents_file, tokens_file
 from mosar.errors import DataError
 
 VERIFY_LIMIT = 2 << 30
-"""Bytes of tokens up to which `verify=None` reads them all: a second or two."""
+"""`verify=None` checks splits of up to this many bytes, which takes a second or two."""
 
 _ROUNDS = 6
 
@@ -28,12 +28,12 @@ Indices = Sequence[int] | NDArray[np.integer] | torch.Tensor
 
 
 class TokenStream:
-    """One split of a dataset; a file that is missing or of the wrong size is a DataError."""
+    """One split of a dataset; a DataError if a file is missing or has the wrong size."""
 
     def __init__(
         self, folder: Path | str, split: str = "train", *, verify: bool | None = False
     ) -> None:
-        """`verify`: compare the checksums too. None: unless the split is larger than 2 GiB."""
+        """verify: also compare the checksums; None: only if the split is at most 2 GiB."""
         if split not in SPLITS:
             raise ValueError(f"split must be one of {SPLITS}, got {split!r}")
         self.folder, self.split = Path(folder), split
@@ -49,13 +49,13 @@ class TokenStream:
         self.vocab_size = self.manifest.tokenizer.vocab_size
         self.end_of_text = self.manifest.tokenizer.end_of_text
         dtype = np.dtype(self.manifest.dtype).newbyteorder("<")
-        # As a plain array, whose slices cost less than a memmap's.
+        # Slices of a plain array cost less than those of a memmap.
         self._tokens = np.asarray(np.memmap(self.folder / names[0], dtype=dtype, mode="r"))
         self._starts = _load_starts(self.folder / names[1], entry.documents)
 
     @property
     def checksum(self) -> str:
-        """The sha256 of the tokens: two streams are the same if this is."""
+        """sha256 of the tokens, which identifies the stream."""
         return self.manifest.files[tokens_file(self.split)].sha256
 
     def num_windows(self, length: int) -> int:
@@ -74,8 +74,8 @@ class TokenStream:
     def segments(self, indices: Indices, length: int) -> torch.Tensor:
         """The document of every input [B, length], int64, counted over the split.
 
-        An end-of-text token counts to the document after it: it is what a document begins from, so
-        that every token is predicted from its own document alone.
+        An end-of-text token belongs to the document after it, so that the first token of a document
+        is predicted from its own document too.
         """
         starts_B = self._window_starts(indices, length)
         positions_BT = starts_B[:, None] + np.arange(1, length + 1)
@@ -104,32 +104,32 @@ def batch_indices(step: int, batch_size: int, num_windows: int, seed: int) -> ND
             f"step must be >= 0 and batch_size >= 1, got step={step}, batch_size={batch_size}"
         )
     first = step * batch_size
-    epochs, places = np.divmod(np.arange(first, first + batch_size, dtype=np.int64), num_windows)
-    indices = np.empty_like(places)
+    epochs, offsets = np.divmod(np.arange(first, first + batch_size, dtype=np.int64), num_windows)
+    indices = np.empty_like(offsets)
     for epoch in np.unique(epochs):
         chosen = epochs == epoch
-        indices[chosen] = _permute(places[chosen], num_windows, seed, int(epoch))
+        indices[chosen] = _permute(offsets[chosen], num_windows, seed, int(epoch))
     return indices
 
 
-def _permute(places: NDArray[np.int64], size: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """A keyed permutation of [0, size), place by place: no table of the epoch is ever made.
+def _permute(offsets: NDArray[np.int64], size: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """A keyed permutation of [0, size), computed per element, without a table of the epoch.
 
-    A Feistel network permutes the next power of four; places outside [0, size) walk on until they
-    are inside. Not numpy's shuffle, whose order may change with its version.
+    A Feistel network permutes the next power of four; results outside [0, size) are permuted again
+    until they are inside. numpy's shuffle would not do: its order may change with its version.
     """
     half = np.uint64(max((max(size - 1, 1).bit_length() + 1) // 2, 1))
     mask = np.uint64((1 << int(half)) - 1)
     digest = hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=8 * _ROUNDS).digest()
     keys = np.frombuffer(digest, dtype="<u8")
-    values = places.astype(np.uint64)
-    walking = np.ones(values.shape, dtype=bool)
-    while walking.any():
-        left, right = values[walking] >> half, values[walking] & mask
+    values = offsets.astype(np.uint64)
+    is_outside = np.ones(values.shape, dtype=bool)
+    while is_outside.any():
+        left, right = values[is_outside] >> half, values[is_outside] & mask
         for key in keys:
             left, right = right, left ^ (_mix(right ^ key) & mask)
-        values[walking] = left << half | right
-        walking = values >= np.uint64(size)
+        values[is_outside] = left << half | right
+        is_outside = values >= np.uint64(size)
     return values.astype(np.int64)
 
 

@@ -1,13 +1,13 @@
-"""Synthetic tasks of retrieval: windows made when they are asked for, each from its name alone.
+"""Synthetic retrieval tasks; a window follows from its task, split, seed, length and index.
 
-    passkey   … filler … KEY a b c d … filler … ASK a b c d      say the key again
-    recall    … n a … m b … filler … m b … filler … n a …        each name's symbol, once more
+    passkey   … filler … KEY a b c d … filler … ASK a b c d      repeat the key
+    recall    … n a … m b … filler … m b … filler … n a …        repeat the symbol of each name
 
-Only the answers count: the key after ASK, the symbol after a name that was there before. Distances
-run from the token that has to answer to what it has to find, and every octave (2^(i-1), 2^i] of
-them is as likely as any other: short links are learnt from, long ones stay rare per token.
+Only answers are scored: the key after ASK, and the symbol after a name that occurred before. A
+distance is measured from the token that must answer back to the token it must find. Every octave
+(2^(i-1), 2^i] of distances is equally likely, so that there are enough short ones to learn from.
 
-Shapes: B windows, L inputs each, A answers a window, K tokens an answer.
+Shapes: B windows of L inputs, A answers per window, K tokens per answer.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 VERSION = 2
-"""Of the windows; a change to what is made must change it."""
+"""Version of the windows; change it whenever the generated windows change."""
 _FILLERS = 32
 
 
 class TaskWindows(NamedTuple):
-    """Some windows of a task, and what is asked in them."""
+    """Windows of a task with their answers."""
 
     tokens: Tensor
     """[B, L + 1] int64: inputs are [:, :-1], targets [:, 1:]."""
     answers: Tensor
-    """[B, A, K] int64: the inputs that have to answer; each predicts the token after it."""
+    """[B, A, K] int64: the inputs that must answer; each predicts the token after it."""
     distances: Tensor
-    """[B, A] int64: from the first of them back to what it has to find."""
+    """[B, A] int64: from the first of them back to the token it must find."""
 
     @property
     def scored(self) -> Tensor:
-        """[B, L] bool: the inputs that have to answer."""
+        """[B, L] bool: the inputs that must answer."""
         scored_BL = torch.zeros(len(self.tokens), self.tokens.shape[1] - 1, dtype=torch.bool)
         return scored_BL.scatter_(1, self.answers.flatten(1), True)
 
@@ -49,11 +49,11 @@ class Task(Protocol):
     name: str
     vocab_size: int
     answers: int
-    """A: answers in a window, of whatever length."""
+    """A: answers in a window of any length."""
     shortest: int
-    """The least length of a window."""
+    """The shortest possible window."""
     chance: float
-    """The share of right answers of who picks among the symbols that were told."""
+    """The accuracy of guessing among the symbols shown."""
 
     def __init__(self, train_length: int) -> None: ...
 
@@ -63,7 +63,7 @@ class Task(Protocol):
 
 
 class Passkey:
-    """A key of four symbols hidden in filler, to be said again at the end."""
+    """A key of four symbols is hidden in filler and must be repeated at the end."""
 
     name = "passkey"
     answers = 1
@@ -76,7 +76,7 @@ class Passkey:
         self.chance = float(self.size) ** -self.size
 
     def window(self, draws: Draws, length: int) -> tuple[NDArray, NDArray, NDArray]:
-        # No symbol twice, so that each says which one follows it.
+        # No symbol occurs twice, so that each determines the next one.
         key = 2 + draws.order(self.symbols)[: self.size]
         tokens = 2 + self.symbols + draws.many(_FILLERS, length + 1)
         ask = length - self.size
@@ -88,10 +88,10 @@ class Passkey:
 
 
 class Recall:
-    """Associative recall with many queries: names with their symbols, each asked for once later.
+    """Associative recall with many queries: names with symbols, each asked for once later.
 
-    There is a name to eight inputs of a training window, so that the told and the asked take half
-    of its places; there are as many in a window of any length.
+    A training window has one name per eight inputs, so names and symbols take half of its
+    positions. Windows of other lengths have the same number of names.
     """
 
     name = "recall"
@@ -108,15 +108,15 @@ class Recall:
         names = draws.order(self.names)[: self.answers]
         symbols = self.names + draws.order(self.symbols)[: self.answers]
         free = np.ones(length // 2, dtype=bool)
-        places = np.array([_place(draws, free) for _ in range(self.answers)])
-        for at in places.T:
-            tokens[2 * at], tokens[2 * at + 1] = names, symbols
-        told, asked = places.T
-        return tokens, 2 * asked[:, None], 2 * (asked - told) - 1
+        slots = np.array([_take_two(draws, free) for _ in range(self.answers)])
+        for slot in slots.T:
+            tokens[2 * slot], tokens[2 * slot + 1] = names, symbols
+        shown, asked = slots.T
+        return tokens, 2 * asked[:, None], 2 * (asked - shown) - 1
 
 
-def _place(draws: Draws, free: NDArray[np.bool_]) -> tuple[int, int]:
-    """Takes two free places, by a drawn distance."""
+def _take_two(draws: Draws, free: NDArray[np.bool_]) -> tuple[int, int]:
+    """Takes two free slots with a random distance."""
     while True:
         distance = draws.distance(1, len(free) - 1)
         starts = np.flatnonzero(free[:-distance] & free[distance:])
@@ -132,7 +132,7 @@ TASKS: dict[str, type[Task]] = {task.name: task for task in (Passkey, Recall)}
 def make_windows(
     task: Task, indices: Iterable[int], length: int, *, split: str, seed: int = 0
 ) -> TaskWindows:
-    """The windows of these numbers: the same for the same task, length, split and seed."""
+    """The windows with these indices; the same for the same task, length, split and seed."""
     if length < task.shortest:
         raise ValueError(f"length must be at least {task.shortest} for {task.name}, got {length}")
     made = [
@@ -149,7 +149,7 @@ class Draws:
 
     def __init__(self, name: str) -> None:
         digest = hashlib.blake2b(name.encode(), digest_size=16).digest()
-        # Of numpy only the bits, which do not change with its version as distributions may.
+        # Only raw bits of numpy: its distributions may change with its version.
         self._bits = np.random.Philox(key=int.from_bytes(digest, "little"))
 
     def below(self, limit: int) -> int:
@@ -165,7 +165,7 @@ class Draws:
         return np.argsort(self._bits.random_raw(size), kind="stable")
 
     def distance(self, least: int, most: int) -> int:
-        """In [least, most]: an octave (2^(i-1), 2^i] that has some of it, then one of these."""
+        """In [least, most]: draws an octave (2^(i-1), 2^i] first, then a distance in it."""
         first, last = ((bound - 1).bit_length() for bound in (least, most))
         octave = first + self.below(last - first + 1)
         low, high = max((1 << octave >> 1) + 1, least), min(1 << octave, most)

@@ -1,6 +1,6 @@
-"""Tokenizers: the 256 bytes, or a byte-level BPE trained or loaded through `tokenizers`.
+"""Tokenizers: bytes, or a BPE that is trained or loaded with the `tokenizers` package.
 
-Every tokenizer has one more token, end-of-text, that no text encodes to: it ends each document.
+Every tokenizer has an end-of-text token. It ends each document, and no text encodes to it.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from mosar.errors import DataError
 from mosar.lazy import install_line
 
 END_OF_TEXT = "<|endoftext|>"
-# What the end of a document is called in the tokenizer files of others.
+# Names of the end-of-text token in other tokenizer files.
 _END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "<eos>", "</s>", "<|eot_id|>", "[EOS]")
 SMALLEST_BPE = 257
 """The bytes and end-of-text."""
 LARGEST_BPE = 1 << 20
-"""Four times the paper's; memory for all of it is taken before the training begins."""
+"""Four times the paper's; training allocates memory for all of it at its start."""
 
 
 class Tokenizer(Protocol):
@@ -42,7 +42,7 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text; end-of-text gives none, bytes that are no UTF-8 give U+FFFD."""
+        """The text without end-of-text; bytes that are not UTF-8 become U+FFFD."""
         ...
 
     def file_bytes(self) -> bytes | None:
@@ -51,7 +51,7 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """One token a byte of UTF-8, and 256 for end-of-text."""
+    """One token per byte of UTF-8; 256 is end-of-text."""
 
     vocab_size = 257
     end_of_text = 256
@@ -71,7 +71,7 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """A tokenizer of the `tokenizers` package, known by the content of its tokenizer.json."""
+    """A tokenizer of the `tokenizers` package, from the content of its tokenizer.json."""
 
     def __init__(self, content: bytes, name: str, end_of_text: str | None = None) -> None:
         """`name` is for messages; without `end_of_text` the usual names are tried."""
@@ -80,10 +80,10 @@ class FileTokenizer:
             self._tokenizer = _tokenizers().Tokenizer.from_str(content.decode())
         except Exception as error:  # The package raises plain Exception.
             raise DataError(f"{name} is not a tokenizer.json: {error}") from None
-        # A file may carry the habits of another model: its longest input, its padding.
+        # The file may set truncation and padding for another model.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        # "<|endoftext|>" spelt out in a document is text, not the end of it.
+        # "<|endoftext|>" written in a document is ordinary text.
         self._tokenizer.encode_special_tokens = True
         names = _END_OF_TEXT_NAMES if end_of_text is None else (end_of_text,)
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -95,14 +95,14 @@ class FileTokenizer:
             )
         self.end_of_text_token = found[0]
         self.end_of_text = vocabulary[found[0]]
-        # Ids may have gaps; an embedding needs a row up to the largest.
+        # Ids may have gaps; the embedding needs a row for the largest one.
         self.vocab_size = max(vocabulary.values()) + 1
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> Iterator[np.ndarray]:
-        # The fast variant leaves out offsets, which nobody reads here.
+        # The fast variant omits offsets, which are not needed here.
         for encoding in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False):
             yield np.array(encoding.ids, dtype=np.uint32)
 
@@ -172,7 +172,7 @@ def read_tokenizer(path: Path | str, end_of_text: str | None = None) -> Tokenize
 
 
 def parse_bpe(spec: str) -> int | None:
-    """The vocabulary that `bpe:VOCAB` asks for; None where `spec` is something else."""
+    """The vocabulary size in `bpe:VOCAB`; None if `spec` is something else."""
     kind, _, size = spec.partition(":")
     if kind != "bpe":
         return None
