@@ -49,7 +49,13 @@ def retrofit(
             help="Tokens of a window; by default 4096, or the model's context if that is shorter."
         ),
     ] = None,
-    steps: Annotated[int | None, Option(help="Windows to learn from; by default 20.")] = None,
+    steps: Annotated[
+        int | None,
+        Option(
+            help="Windows to learn from; by default 20. 0: only move the routers of --start-from "
+            "to the target density."
+        ),
+    ] = None,
     config: Geometry = None,
     changes: Annotated[
         list[str] | None,
@@ -121,9 +127,10 @@ def retrofit(
         notes={"data": [_absolute(source) for source in sources], "text_field": text_field},
         progress=progress,
     )
+    lost = f" and {100 * result.lost:.1f} % of the attention lost" if settings.total_steps else ""
     print(
-        f"{out}: density {result.density:.3f} (target {settings.target_density:g}) and "
-        f"{100 * result.lost:.1f} % of the attention lost at {settings.length} tokens"
+        f"{out}: density {result.density:.3f} (target {settings.target_density:g}){lost} at "
+        f"{settings.length} tokens"
     )
     if abs(result.density - settings.target_density) > _NEAR * settings.target_density:
         advice = "it reads fewer pairs than asked for; a larger --target-density keeps more"

@@ -168,6 +168,22 @@ def test_a_run_begins_with_the_routers_of_another(trained, tmp_path):
         run(tmp_path / "run", settings)
 
 
+def test_without_steps_routers_move_to_another_density(trained, tmp_path):
+    out, _, _ = trained
+    changes = {"steps": 0, "target_density": 0.6}
+    settings = RetrofitSettings.from_dict(SETTINGS.to_dict() | changes)
+    _, result = run(tmp_path / "run", settings, start_from=out)
+    assert result.density == pytest.approx(0.6, rel=0.05)
+    before = load_adapter(tiny_model(num_hidden_layers=2), out).named_parameters()
+    after = load_adapter(tiny_model(num_hidden_layers=2), tmp_path / "run").named_parameters()
+    changed = {name for name, p in after.items() if not torch.equal(p, before[name])}
+    assert changed and all(name.endswith("bias2") for name in changed)
+    with pytest.raises(ModelError, match="holds an adapter already"):
+        run(tmp_path / "run", settings, start_from=out)
+    with pytest.raises(ValueError, match="must not both be 0 without routers to start from"):
+        run(tmp_path / "other", settings)
+
+
 def test_routers_of_another_model_or_geometry_are_no_start(trained, tmp_path):
     out, _, _ = trained
     other = mosar.retrofit(tiny_model(num_hidden_layers=2, seed=5), GEOMETRY)
@@ -200,7 +216,6 @@ def test_a_run_that_never_made_a_step_does_not_keep_its_folder(tmp_path, monkeyp
     [
         ({"target_density": 0.0}, "target_density must be a number in"),
         ({"steps": -1}, "steps must be an integer >= 0"),
-        ({"steps": 0}, "steps and tune_steps must not both be 0"),
         ({"queries": 4096, "length": 128}, "queries must not exceed length=128"),
         ({"learning_rate": float("nan")}, "learning_rate"),
         ({"speed": 1}, "unknown keys"),

@@ -72,8 +72,6 @@ class RetrofitSettings:
             ("weight_decay", 0.0, 1.0),
         ):
             check_number(self, name, least=low, most=high)
-        if not self.total_steps:
-            raise ValueError("steps and tune_steps must not both be 0")
         if self.queries > self.length:
             raise ValueError(f"queries must not exceed length={self.length}, got {self.queries}")
 

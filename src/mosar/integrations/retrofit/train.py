@@ -26,6 +26,7 @@ from mosar.integrations.retrofit.attach import Retrofit
 from mosar.integrations.retrofit.base_model import BaseIdentity, check_length, context_length
 from mosar.integrations.retrofit.calibration import calibrate
 from mosar.integrations.retrofit.config import RetrofitConfig, RetrofitSettings
+from mosar.integrations.retrofit.entry import DESCRIPTION
 from mosar.integrations.retrofit.layer import RoutedLayer
 from mosar.integrations.retrofit.learner import (
     LayerInput,
@@ -56,7 +57,7 @@ class RetrofitRun:
     density: float
     """Of top-1 choices on the validation windows, at the length of training."""
     lost: float
-    """The attention they discard there."""
+    """The attention they discard there; NaN where nothing was trained."""
 
 
 def train_retrofit(
@@ -75,15 +76,38 @@ def train_retrofit(
     start_from: an adapter to begin with, its lambda too, instead of nearly uniform choices; they
     have settled, so their entropy is left alone. notes: more for adapter.json. A ModelError or
     TrainingError says what stopped it; SIGINT and SIGTERM save first and raise TrainingInterrupted.
-    The model ends under "sparse" routing.
+    The model ends under "sparse" routing. Without any steps the routers of `start_from` are moved
+    to the target density, and nothing is trained.
     """
     out = Path(out)
     check_length(attached.model, settings.length)
     base = BaseIdentity.of(attached.model) if base is None else base
+    if not settings.total_steps:
+        return _shift(attached, windows, settings, out, base, start_from, notes)
     learner = RouterLearner(attached, windows, settings, base, start_from, notes)
     start = train_run(learner, out, Reporter(settings.total_steps, progress=progress))
     *_, last = read_metrics(out, "valid")
     return RetrofitRun(out, settings.total_steps, start, last["density"], last["lost"])
+
+
+def _shift(
+    attached: Retrofit,
+    windows: Windows,
+    settings: RetrofitSettings,
+    out: Path,
+    base: BaseIdentity,
+    start_from: Path | str | None,
+    notes: Mapping[str, Any] | None,
+) -> RetrofitRun:
+    if start_from is None:
+        raise ValueError("steps and tune_steps must not both be 0 without routers to start from")
+    if (out / DESCRIPTION).exists():
+        raise ModelError(f"{out} holds an adapter already; give another --out")
+    found = copy_routers(attached, start_from, base)
+    density = calibrate(attached, windows.valid, settings.target_density)
+    made = {"settings": settings.to_dict(), "start": found["weights_sha256"]}
+    save_adapter(attached, out, made | dict(notes or {}), base=base)
+    return RetrofitRun(out, 0, 0, density, math.nan)
 
 
 class RouterLearner(Run):
