@@ -3,6 +3,9 @@
     BigBird   own block, the two before it, the first two, and three drawn from those between
     MoBA      own block, and the top - 1 finished ones with the largest q·mean(k), head by head
 
+Torch operators choose the blocks, and the kernels read them as runs of keys; where these do not
+serve (float64, padding, a GPU) torch operators mask the pairs of a chunk.
+
 Shapes: B batch, H query heads, K key/value heads, t queries of a chunk, S keys, G blocks.
 """
 
@@ -22,15 +25,18 @@ from mosar.geometries.chunked import (
     grouped_product,
     largest,
     make_blocks,
+    reads_runs,
 )
 from mosar.geometries.own_settings import OwnSettings, setting
 from mosar.geometries.rope import Rope
+from mosar.kernels.native import attend_runs
 
 
 class BlockSelection(Chunked, Rope):
     """RoPE, and whole blocks of keys; a query always reads its own block up to itself."""
 
-    family, checked = "window", "its law; rope where all blocks are read"
+    family, native = "window", True
+    checked = "its law; rope where all blocks are read"
 
     @dataclass(frozen=True, kw_only=True)
     class Own(OwnSettings):
@@ -41,15 +47,24 @@ class BlockSelection(Chunked, Rope):
         return make_blocks(call, self.tokens(self.own.block))
 
     def chosen(self, call: Call, chunk: Chunk, blocks: Blocks) -> Tensor:
-        """The blocks that are read besides the query's own, [B, 1 or H, t, G]."""
+        """The blocks that are read besides the query's own, [B, K or H, t, G]."""
         raise NotImplementedError
 
     def blocks_read(self, own: Tensor) -> Tensor:
         """How many `chosen` has, where the query's own block has this index."""
         raise NotImplementedError
 
+    def attend_chunk(self, call: Call, chunk: Chunk, state: Blocks) -> Tensor:
+        if not reads_runs(call):
+            return super().attend_chunk(call, chunk, state)
+        read = self.chosen(call, chunk, state) | state.is_own(chunk)
+        runs = state.runs(read, chunk.queries + call.k.shape[2] - call.q.shape[2])
+        scores = {"scale": call.scale, "softcap": call.softcap}
+        return attend_runs(chunk.q, call.k, call.v, *runs, **scores)
+
     def logits(self, scores: Tensor, call: Call, chunk: Chunk, state: Blocks) -> Tensor:
         read = self.chosen(call, chunk, state) | state.is_own(chunk)
+        read = read.repeat_interleave(scores.shape[1] // read.shape[1], dim=1)
         return scores.masked_fill(~state.to_keys(read), -torch.inf)
 
     def keys_read(self, positions: Tensor, routing: str) -> Tensor | None:
@@ -90,8 +105,7 @@ class BigBird(BlockSelection):
         drawn = draw(self.shape.layer, heads, own_Bt1[:, None], index_B1G[:, None])
         before = blocks.before(chunk)
         random = largest(drawn, before & between[:, None], self.own.random)
-        read = before & ((near | (index_B1G < self.own.first))[:, None] | random)
-        return read.repeat_interleave(call.q.shape[1] // call.k.shape[1], dim=1)
+        return before & ((near | (index_B1G < self.own.first))[:, None] | random)
 
     def blocks_read(self, own: Tensor) -> Tensor:
         near = own.clamp_max(self.own.window - 1)

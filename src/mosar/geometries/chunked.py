@@ -21,9 +21,10 @@ from torch import Tensor
 
 from mosar.attention import Routing
 from mosar.core.inputs import check_attention_inputs
-from mosar.core.layout import Layout
+from mosar.core.layout import Layout, is_traced
 from mosar.core.positional import positions_in_segments
 from mosar.geometries.geometry import Attended, Geometry, wide_dtype
+from mosar.kernels.native import native_obstacle
 
 PAIRS = 512 * 512
 
@@ -142,6 +143,18 @@ class Chunked(Geometry):
         return scores
 
 
+def reads_runs(call: Call) -> bool:
+    """Whether kernels can read what a query reads as runs of keys: there is no padding."""
+    layout = call.given
+    return layout.default_positions and layout.key_valid is None and kernels_serve(call.q)
+
+
+def kernels_serve(q: Tensor) -> bool:
+    """Whether the native kernels compute what q is: on the CPU, in float32."""
+    is_theirs = q.device.type == "cpu" and q.dtype == torch.float32 and not is_traced()
+    return is_theirs and native_obstacle() is None
+
+
 def capped(scores: Tensor, softcap: float | None) -> Tensor:
     return scores if softcap is None else softcap * torch.tanh(scores / softcap)
 
@@ -241,6 +254,16 @@ class Blocks:
         """[B, 1, t, G]."""
         index, document = self.own(chunk)
         return ((self.document[:, None] == document) & (self.index[:, None] == index))[:, None]
+
+    def runs(self, read_BHtG: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """The blocks that are read as runs [first, end) of keys, up to the queries' slots [t]."""
+        of_key = self.of_key.contiguous()
+        blocks = torch.arange(read_BHtG.shape[3], device=of_key.device)
+        blocks = blocks.expand(len(of_key), -1).contiguous()
+        first, last = (torch.searchsorted(of_key, blocks, right=right) for right in (False, True))
+        first = first[:, None, None].expand(read_BHtG.shape)
+        end = torch.minimum(last[:, None, None], slots[:, None] + 1)
+        return first, torch.where(read_BHtG, end, first)
 
     def to_keys(self, chosen_BHtG: Tensor) -> Tensor:
         """A choice of blocks as one of keys, [B, H, t, S]."""

@@ -79,7 +79,7 @@ class Geometry(nn.Module):
     learns: ClassVar[str] = "–"
     """What its own parameters are, in a few words."""
     native: ClassVar[bool] = True
-    """Whether compiled kernels compute it; else torch operators do, in chunks of queries."""
+    """Whether compiled kernels attend; else torch operators do, in chunks of queries."""
     source: ClassVar[str] = "Kazemnejad et al. 2023 (NoPE)"
     """The paper or repository that it follows."""
     checked: ClassVar[str] = "its law"

@@ -31,6 +31,7 @@ from mosar.geometries.chunked import (
     grouped_product,
     largest,
     make_blocks,
+    reads_runs,
     row_weights,
     weigh,
 )
@@ -38,6 +39,7 @@ from mosar.geometries.config import AttentionConfig
 from mosar.geometries.geometry import HeadShape
 from mosar.geometries.own_settings import OwnSettings, setting
 from mosar.geometries.rope import Rope
+from mosar.kernels.native import attend_runs
 
 
 class _State(NamedTuple):
@@ -123,19 +125,37 @@ class NSA(Chunked, Rope):
         read = strides.until(chunk, own.overlap)
         entries = capped(grouped_product(chunk.q, state.keys) * call.scale, call.softcap)
         entries = entries.masked_fill(~read, -torch.inf)
-        selected = state.blocks.to_keys(self._selected(entries, call, chunk, state))
-        scores = self.scores(call, chunk, state)
-        near = chunk.layout.distances()[:, None] < self.tokens(own.window)
-        branches = [
-            weigh(entries, state.values),
-            weigh(scores.masked_fill(~(chunk.exists & selected), -torch.inf), call.v),
-            weigh(scores.masked_fill(~(chunk.exists & near), -torch.inf), call.v),
-        ]
+        selected = self._selected(entries, call, chunk, state)
+        tokens = self._tokens_by_runs if reads_runs(call) else self._tokens_by_scores
+        branches = [weigh(entries, state.values), *tokens(selected, call, chunk, state)]
         gates = state.gates[..., chunk.queries].unbind(dim=1)
         return sum(gate[..., None] * out for gate, out in zip(gates, branches, strict=True))  # pyright: ignore[reportReturnType]
 
+    def _tokens_by_runs(
+        self, selected: Tensor, call: Call, chunk: Chunk, state: _State
+    ) -> list[Tensor]:
+        """Outputs of the selected blocks and of the window, by the kernels."""
+        slots = chunk.queries + call.k.shape[2] - call.q.shape[2]
+        nearest = chunk.layout.query_positions.clamp_max(self.tokens(self.own.window) - 1)
+        shape = (len(call.k), call.k.shape[1], len(slots), 1)
+        window = ((slots - nearest)[:, None, :, None], (slots + 1)[:, None])
+        runs = (state.blocks.runs(selected, slots), (x.expand(shape) for x in window))
+        scores = {"scale": call.scale, "softcap": call.softcap}
+        return [attend_runs(chunk.q, call.k, call.v, *each, **scores) for each in runs]
+
+    def _tokens_by_scores(
+        self, selected: Tensor, call: Call, chunk: Chunk, state: _State
+    ) -> list[Tensor]:
+        """The same by torch operators."""
+        scores = self.scores(call, chunk, state)
+        selected = state.blocks.to_keys(selected)
+        selected = selected.repeat_interleave(scores.shape[1] // selected.shape[1], dim=1)
+        near = chunk.layout.distances()[:, None] < self.tokens(self.own.window)
+        read = (chunk.exists & selected, chunk.exists & near)
+        return [weigh(scores.masked_fill(~pairs, -torch.inf), call.v) for pairs in read]
+
     def _selected(self, entries: Tensor, call: Call, chunk: Chunk, state: _State) -> Tensor:
-        """[B, H, t, J], the same for the heads of a group."""
+        """The blocks that each group of heads reads, [B, K, t, J]."""
         blocks, groups = state.blocks, call.k.shape[1]
         weights = row_weights(entries.detach()).unflatten(1, (groups, -1)).sum(dim=2)
         block_of_stride = torch.zeros_like(state.strides.index).scatter(
@@ -152,5 +172,4 @@ class NSA(Chunked, Rope):
         forced = before & ((index_B1J == 0) | (index_B1J == own_Bt1 - 1))[:, None]
         # Scores are sums of probabilities: forced blocks come first.
         score = score.masked_fill(forced, torch.inf)
-        chosen = largest(score, before, self.own.selected - 1) | blocks.is_own(chunk)
-        return chosen.repeat_interleave(call.q.shape[1] // groups, dim=1)
+        return largest(score, before, self.own.selected - 1) | blocks.is_own(chunk)

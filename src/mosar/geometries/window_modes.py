@@ -22,13 +22,14 @@ from torch import Tensor
 from mosar.core.inputs import check_attention_inputs
 from mosar.core.reference_attention import dense_attention
 from mosar.geometries.alibi import Alibi
-from mosar.geometries.chunked import PAIRS
+from mosar.geometries.chunked import PAIRS, kernels_serve
 from mosar.geometries.fox import Forgetting, forgotten
 from mosar.geometries.geometry import Attended, Geometry, plain_attention
 from mosar.geometries.learned_distance import T5Bias
 from mosar.geometries.mode import Mode, TextMode
 from mosar.geometries.rope import HighFrequencyRope, Rope
 from mosar.geometries.xpos import XPos
+from mosar.kernels.native import attend_runs
 
 
 class Streaming(TextMode):
@@ -101,7 +102,7 @@ class AdaptivePruning(Mode):
     _counted: tuple[float, int] | None = None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Attended:
-        """Some queries at a time, by torch operators; counts the pairs that are kept."""
+        """Counts the pairs that are kept."""
         sum_BHS = forgotten(options.pop("notes"), options.get("key_valid"))
         for name in ("hidden", "routing"):
             options.pop(name, None)
@@ -118,6 +119,7 @@ class AdaptivePruning(Mode):
         softcap: float | None,
         **placement: Any,
     ) -> Tensor:
+        """By the kernels where they serve, else by torch operators, some queries at a time."""
         layout = check_attention_inputs(q, k, v, scale, softcap, **placement)
         past = k.shape[2] - q.shape[2]
         norm_BKS = k.norm(dim=-1)
@@ -130,6 +132,8 @@ class AdaptivePruning(Mode):
             bound_BHT = bound_BHT.clamp_max(softcap)
         keys = torch.arange(past + 1, k.shape[2] + 1, device=q.device, dtype=q.dtype)
         lowest_BHT = math.log(self.lost) - 2 * bound_BHT - keys.log()
+        if layout.is_ordinary and past == 0 and kernels_serve(q):
+            return self._attend_runs(q, k, v, sum_BHS, lowest_BHT, scale, softcap)
         kept, existing, parts = 0, 0, []
         size = max(1, PAIRS // k.shape[2])
         for queries in torch.arange(q.shape[2], device=q.device).split(size):
@@ -149,6 +153,25 @@ class AdaptivePruning(Mode):
             parts.append(out)
         self._counted = kept / q.shape[1], existing // q.shape[1]
         return torch.cat(parts, dim=2)
+
+    def _attend_runs(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sum_BHS: Tensor,
+        lowest_BHT: Tensor,
+        scale: float,
+        softcap: float | None,
+    ) -> Tensor:
+        """The same by the kernels: c falls, so what a query keeps is one run up to itself."""
+        first = torch.searchsorted(-sum_BHS, lowest_BHT - sum_BHS)
+        end = torch.arange(1, q.shape[2] + 1).expand(first.shape)
+        batch, heads, length = first.shape
+        kept = (end - first).sum().item() / heads
+        self._counted = kept, batch * length * (length + 1) // 2
+        runs, scores = (first[..., None], end[..., None]), {"scale": scale, "softcap": softcap}
+        return attend_runs(q, k, v, *runs, key_bias=-sum_BHS, **scores)
 
     def count_pairs(self, shape: tuple[int, int], **options: Any) -> tuple[float, int] | None:
         return self._counted

@@ -117,6 +117,60 @@ def attend(
     )
 
 
+def attend_runs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    first: Tensor,
+    end: Tensor,
+    *,
+    scale: float,
+    softcap: float | None,
+    key_bias: Tensor | None = None,
+) -> Tensor:
+    """Attention in which each query reads some runs of keys alone, [B, H, T, D].
+
+    first, end [B, K or H, T, C]: run c of a query is the keys [first, end) of the row, none where
+    they are equal. Runs of a query must not overlap; queries that stand together should have run c
+    in about the same place, since they read from the first of its keys to the last. key_bias
+    [B, H, S] is added to every pair of a key; it takes one run per query.
+    """
+    load_operators()
+    batch, groups, queries, classes = first.shape
+    if groups != k.shape[1]:
+        k, v = (x.repeat_interleave(groups // x.shape[1], dim=1) for x in (k, v))
+    rows, keys = batch * groups, k.shape[2]
+
+    def row_of(values: Tensor) -> Tensor:
+        return values.to(torch.int32).expand(rows, -1).contiguous()
+
+    order_q, order_k = (row_of(torch.arange(count)) for count in (queries, keys))
+    offsets = torch.zeros(classes + 1, dtype=torch.int32)
+    offsets[-1] = keys
+    source = PlanInput(
+        labels_q=torch.zeros_like(order_q),
+        classes_k=torch.zeros_like(order_k),
+        places_q=order_q,
+        places_k=order_k,
+        floor_q=None,
+        valid_k=None,
+        reach=torch.zeros(1, classes, dtype=torch.int32),
+        window=0,
+    )
+    plan = Plan(
+        query_order=order_q,
+        key_order=order_k,
+        query_offsets=row_of(torch.tensor([0, queries])),
+        key_offsets=row_of(offsets),
+        run_lo=first.to(torch.int32).reshape(rows, queries, classes).contiguous(),
+        run_hi=end.to(torch.int32).reshape(rows, queries, classes).contiguous(),
+        source=source,
+    )
+    bias = None if key_bias is None else (key_bias.double() * math.log2(math.e)).contiguous()
+    options = {"scale": scale, "softcap": softcap or 0.0, "groups": groups, "key_bias": bias}
+    return _run(q, k, v, plan, kind=NONE if bias is None else TABLE, **options)[0]
+
+
 def choice_gradient(
     q: Tensor,
     k: Tensor,
