@@ -9,10 +9,20 @@ from functools import cache
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from geometries.laws import LAWS, SCALE, Case
 from model.models import small_decoder, small_model
-from mosar.geometries import UNROUTED, VARIANTS, AttentionConfig, HeadShape
+from mosar.geometries import (
+    UNROUTED,
+    VARIANTS,
+    AttentionConfig,
+    HeadShape,
+    chunked,
+    operator_routing,
+    score_bias,
+    window_modes,
+)
 from mosar.model.decoder import Decoder
 from mosar.training.loop import train
 from training.runs import assert_same_run
@@ -180,6 +190,41 @@ def test_documents_are_the_same_wherever_they_stand(name, routing):
     separate = [decoder(document, routing=routing).hidden for document in documents]
     assert (found[:1] - torch.cat(separate, dim=1)).abs().max() <= 1e-11
     assert (found[1:] - decoder(packed, routing=routing).hidden).abs().max() <= 1e-11
+
+
+class LargestTensor(TorchDispatchMode):
+    """The most numbers that any result of an operator has."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        for each in found if isinstance(found, (list, tuple)) else [found]:
+            if isinstance(each, torch.Tensor) and each.untyped_storage().nbytes():
+                held = each.untyped_storage().nbytes() // each.element_size()
+                self.numbers = max(self.numbers, held)
+        return found
+
+
+# Each mode of one variant.
+MODES_OF = {m: (n, m) for n, a in VARIANTS.items() for m in a.build(SHAPE).modes}
+EXECUTED = [*RUNS, *MODES_OF.values()]
+
+
+@pytest.mark.parametrize(("name", "routing"), EXECUTED)
+@torch.no_grad()
+def test_no_tensor_holds_all_pairs(name, routing, monkeypatch):
+    """With chunks of 32 queries; the native kernels hold none, and the reference is not asked."""
+    length = 512
+    for module in (chunked, score_bias, window_modes):
+        monkeypatch.setattr(module, "PAIRS", 32 * length)
+    geometry = geometry_of(name).float()
+    if routing in geometry.modes:
+        geometry.enter_mode(routing, length)
+    q, k, v, hidden = (x[:1].float() for x in heads(length))
+    with LargestTensor() as largest:
+        out, _ = geometry(q, k, v, hidden=hidden, scale=SCALE, routing=operator_routing(routing))
+    assert out.isfinite().all() and q.numel() <= largest.numbers < length**2
 
 
 @every_variant
