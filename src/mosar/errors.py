@@ -1,7 +1,7 @@
-"""What can go wrong for reasons that a user can act on; the text of each is what they read.
+"""Errors that a user can act on; their text is what the user reads.
 
-The command line turns every `MosarError` into one line and its exit code; a plain ValueError means
-that a caller gave a wrong value.
+The command line turns every `MosarError` into one line and its exit code. A plain ValueError means
+that the caller gave a wrong value.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from contextlib import contextmanager
 
 
 class MosarError(RuntimeError):
-    """Something failed for a reason that its text names, with what to do about it."""
+    """A failure; the text says why it happened and what to do about it."""
 
     exit_code = 1
     reported_by_peer = False
-    """Whether another process of the same job says it."""
+    """Whether another process of the same job reports it."""
 
 
 class DamagedFile(MosarError, ValueError):
-    """A file that is not what was written."""
+    """A file was damaged or altered after it was written."""
 
 
 class DataError(MosarError, ValueError):
@@ -33,7 +33,7 @@ class ModelError(MosarError):
 
 @contextmanager
 def needing(module: str, message: str) -> Iterator[None]:
-    """While something is imported: without `module`, a ModelError that says the message."""
+    """Around an import: if `module` is missing, raises a ModelError with the message."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -43,27 +43,27 @@ def needing(module: str, message: str) -> Iterator[None]:
 
 
 class PlanError(MosarError):
-    """What a plan is asked for does not fit together."""
+    """The settings of a plan contradict each other."""
 
 
 class ReportError(MosarError):
-    """A folder cannot be reported on."""
+    """A report cannot be made from a folder."""
 
 
 class TrainingError(MosarError):
-    """A run or an experiment cannot start or go on."""
+    """A run or an experiment cannot start or continue."""
 
 
 class NonFiniteError(TrainingError):
-    """The loss or the gradient is not a number; the parameters were not touched."""
+    """The loss or the gradient is not finite; the parameters were not changed."""
 
 
 class LostProcessError(TrainingError):
-    """Another process of the job does not answer."""
+    """Another process of the job does not respond."""
 
 
 class TrainingInterrupted(TrainingError):
-    """Somebody asked the run to stop, and it is saved."""
+    """A signal stopped the run, and it is saved."""
 
     def __init__(self, message: str, signal_number: int):
         super().__init__(message)

@@ -1,10 +1,10 @@
-"""Files that are whole, and known to be what was written: atomic writes, locks, checksums, JSON.
+"""Atomic writes, locks, checksums and JSON, so that files are complete and damage is found.
 
     checksum = sha256(before + JSON of the values, keys sorted)
 
-An object carries it in its field `checksum`, a line of a JSONL file the first 16 digits of it.
-`before` is "" but where a line vouches for the lines before it too. What was written without a
-checksum is read without one.
+An object holds it in its field `checksum`; a line of a JSONL file holds its first 16 digits.
+`before` is "", except where a line's checksum also covers the lines before it. Data without a
+checksum is accepted.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from mosar.errors import ModelError, MosarError
 
 CHECKSUM = "checksum"
 LINE_DIGITS = 16
-# Nothing that is written here comes near it; Python itself gives up at about 1,000.
+# Far deeper than anything we write; Python's own limit is about 1,000.
 _DEEPEST = 100
 
 
 def parse_json(data: bytes | str) -> Any:
-    """What a JSON text holds; a ValueError where it is none, or nested too deeply."""
+    """Parses JSON; a ValueError if it is invalid or nested too deeply."""
     try:
         values = json.loads(data)
     except RecursionError:
@@ -58,7 +58,7 @@ def checksum(values: Mapping[str, Any], before: str = "") -> str:
 def sealed(
     values: Mapping[str, Any], before: str = "", digits: int | None = None
 ) -> dict[str, Any]:
-    """The values as JSON holds them, with their checksum; NaN is a ValueError."""
+    """The values as JSON, with their checksum; NaN is a ValueError."""
     plain = json.loads(json.dumps(values, allow_nan=False))
     return plain | {CHECKSUM: checksum(plain, before)[:digits]}
 
@@ -79,7 +79,7 @@ def unsealed(values: Any, before: str = "") -> tuple[dict[str, Any], bool]:
 
 
 def file_checksum(path: Path, report: Callable[[int], None] | None = None) -> str:
-    """sha256 of a file; `report` is told the bytes of every block that was read."""
+    """sha256 of a file; `report` is called with the bytes of every block that was read."""
     digest = hashlib.sha256()
     with open(path, "rb", buffering=0) as file:
         while block := file.read(1 << 20):
@@ -90,7 +90,7 @@ def file_checksum(path: Path, report: Callable[[int], None] | None = None) -> st
 
 
 def write_synced(path: Path, data: bytes) -> None:
-    """Writes a file that has reached the disk when this returns."""
+    """Writes a file and flushes it to the disk."""
     try:
         with open(path, "wb") as file:
             file.write(data)
@@ -101,7 +101,7 @@ def write_synced(path: Path, data: bytes) -> None:
 
 
 def replace_synced(path: Path, data: bytes) -> None:
-    """Replaces a file at once: the old one or the new one, never a part."""
+    """Replaces a file atomically."""
     beside = path.with_name(f".{path.name}.unfinished")
     try:
         write_synced(beside, data)
@@ -134,21 +134,21 @@ def check_folder(folder: Path, what: str, command: str) -> None:
 
 
 def make_folder(folder: Path, named: Path | None = None) -> None:
-    """Makes a folder where there is none; an OSError says of `named`, by default it, what to do."""
+    """Makes a folder if it is missing; an OSError names `named`, by default the folder itself."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        place = folder if named is None else named
+        shown = folder if named is None else named
         reason = f"the folder cannot be made ({error.strerror})"
         if isinstance(error, FileExistsError | NotADirectoryError):
             reason = "a file is in the place of a folder"
-        raise OSError(error.errno, f"{reason}; give another --out", str(place)) from None
+        raise OSError(error.errno, f"{reason}; give another --out", str(shown)) from None
 
 
 def take_lock(descriptor: int) -> bool:
-    """Whether this process has the lock of an open file or folder now, until it closes it or ends.
+    """Locks an open file or folder until it is closed; False if another process has the lock.
 
-    True also on systems and file systems without locks, where nothing is known of others.
+    Always True on systems and file systems without locks.
     """
     try:
         import fcntl
@@ -165,13 +165,13 @@ def take_lock(descriptor: int) -> bool:
 
 @contextmanager
 def staged_folder(out: Path | str, refuse: Callable[[Path], None]) -> Iterator[Path]:
-    """An empty folder to fill; when the block ends well it is `out`, otherwise it is gone.
+    """An empty folder to fill. It becomes `out` if the block succeeds, and is removed otherwise.
 
-    `refuse` raises where the file or folder that is there must not be replaced. Beside OUT there
-    may be `.OUT.partial` (being built; what a killed process leaves is removed by the next one)
-    and, for an instant while OUT is replaced, `.OUT.replaced`.
+    `refuse` raises if an existing file or folder must not be replaced. Next to OUT there may be
+    `.OUT.partial` (being built; the next process removes what a killed one left) and, for an
+    instant while OUT is replaced, `.OUT.replaced`.
     """
-    # A link stays, and what it leads to is replaced.
+    # If `out` is a link, replace its target.
     out = Path(os.path.realpath(out))
     staging, replaced = (out.with_name(f".{out.name}.{end}") for end in ("partial", "replaced"))
     make_folder(out.parent, named=out)
@@ -201,7 +201,7 @@ def _holds_something(out: Path) -> bool:
 
 
 def _finish_replacement(out: Path, replaced: Path) -> None:
-    """Undoes or completes a replacement that was cut short between its two renames."""
+    """Undoes or completes a replacement that was interrupted between its two renames."""
     if not replaced.exists():
         return
     if out.exists():
@@ -237,7 +237,7 @@ def _held(staging: Path, out: Path) -> Iterator[None]:
 
 @contextmanager
 def rust_os_errors(path: Path) -> Iterator[None]:
-    """As OSError what packages in Rust raise as errors of their own: "… (os error 28)"."""
+    """Turns errors of Rust packages, like "… (os error 28)", into an OSError."""
     try:
         yield
     except OSError:
@@ -251,5 +251,5 @@ def rust_os_errors(path: Path) -> Iterator[None]:
 
 
 def _naming(error: OSError, path: Path) -> OSError:
-    """The same error with the file it is about."""
+    """The same error with the name of its file."""
     return OSError(error.errno, error.strerror or str(error), str(path))

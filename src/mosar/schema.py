@@ -1,7 +1,7 @@
-"""JSON and dataclasses: one decoder for configurations, records, manifests and settings.
+"""One decoder from JSON to dataclasses, for configurations, records, manifests and settings.
 
-A wrong value is a ValueError that names its path, what it must be and what it is; an unknown key is
-named with the nearest known one.
+A wrong value raises a ValueError that says which value it is, what it must be, and what it was.
+For an unknown key the error suggests the nearest known one.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _NAMES = {
 
 
 def decode(kind: type[T], values: Any, path: str, *, loose: bool = False) -> T:
-    """A dataclass from the JSON object of all its fields; `path` names it in errors.
+    """A dataclass from a JSON object with all its fields; `path` names it in errors.
 
-    loose: numbers and words are taken as they are, for readers that check their ranges themselves.
+    loose: takes numbers and words without checking types, for readers with checks of their own.
     """
     if not isinstance(values, dict):
         raise ValueError(f"{path} must be a JSON object, got {values!r:.60}")
@@ -45,13 +45,13 @@ def decode(kind: type[T], values: Any, path: str, *, loose: bool = False) -> T:
 
 @lru_cache(maxsize=64)
 def field_types(kind: Any) -> dict[str, Any]:
-    """Field -> its type, of a dataclass."""
+    """The types of a dataclass's fields by name."""
     hints = get_type_hints(kind)
     return {item.name: hints[item.name] for item in fields(kind)}
 
 
 def decode_value(kind: Any, value: Any, path: str, *, loose: bool = False) -> Any:
-    """A value as JSON holds it, turned into `kind`."""
+    """Converts a JSON value to the type `kind`."""
     for option in _options(kind):
         origin, arguments = get_origin(option), get_args(option)
         if is_dataclass(option) and (isinstance(value, dict) or loose):
@@ -81,7 +81,7 @@ def decode_value(kind: Any, value: Any, path: str, *, loose: bool = False) -> An
 
 
 def parse_value(kind: Any, text: str, path: str) -> Any:
-    """The value that `text` stands for: plain numbers and words, JSON for anything larger."""
+    """Parses text: plain numbers and words, or JSON for anything larger."""
     options = _options(kind)
     if NoneType in options and text.lower() in ("none", "null"):
         return None
@@ -130,7 +130,7 @@ def check_name(what: str, name: str, known: Iterable[str]) -> None:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """ "; did you mean …?" with the known names that are like it, by their last part first."""
+    """ "; did you mean …?" with similar known names, compared by their last part first."""
     known = list(known)
     last = name.rpartition(".")[2]
     same_ending = [key for key in known if key.rpartition(".")[2] == last]
@@ -146,7 +146,7 @@ def _options(kind: Any) -> tuple[Any, ...]:
 
 
 def _name(kind: Any) -> str:
-    """A type as an error message says it."""
+    """The name of a type in error messages."""
 
     def say(option: Any) -> str:
         if get_origin(option) is Literal:

@@ -199,7 +199,10 @@ def test_evaluation_leaves_the_training_as_it_was(run):
         (lambda f: (f / "config.json").unlink(), "is no run folder: it has no config.json"),
         (lambda f: (f / "config.json").write_text("{}"), "not a run's configuration: its schema"),
         (lambda f: (f / "config.json").write_text("[1]"), "is not a run's configuration"),
-        (lambda f: shutil.rmtree(f / "checkpoints"), "has no checkpoint yet; go on with: mosar tr"),
+        (
+            lambda f: shutil.rmtree(f / "checkpoints"),
+            "has no checkpoint yet; resume with: mosar tr",
+        ),
         (
             lambda f: (f / "checkpoints/step-00000006/model.safetensors").write_bytes(b"x"),
             r"step 6 in .* is damaged \(model.safetensors was .*; others are there for --step: 3",

@@ -83,7 +83,7 @@ def test_another_at_once_and_asked_to_stop(dataset, tmp_path):
         assert process.returncode == 128 + number, err
         *_, last = err.splitlines()
         assert last.startswith(f"mosar: stopped, saved at step {steps(out)[-1]} of ")
-        assert last.endswith(f"; go on with: mosar train --out {out}")
+        assert last.endswith(f"; resume with: mosar train --out {out}")
         # The command that it names, and no other word.
         named = last.partition("mosar train ")[2].split()
         words = [sys.executable, "-m", "mosar.cli", "train", *named]

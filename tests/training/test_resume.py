@@ -187,7 +187,7 @@ def test_metrics_that_are_not_what_was_written(config, whole, tmp_path, damage, 
     for read in (lambda: train(config, out, progress=False), lambda: read_metrics(out)):
         with pytest.raises(TrainingError, match=message) as caught:
             read()
-        assert "or remove the file to go on without its lines" in str(caught.value)
+        assert "or remove the file to continue without its lines" in str(caught.value)
     assert metrics.read_bytes() == spoilt
     with pytest.raises(TrainingError, match=message):
         consolidate(out, tmp_path / "plain")
@@ -205,7 +205,7 @@ def test_metrics_that_were_removed_are_done_without(config, whole, tmp_path, mon
     with pytest.raises(Crash):
         train(config, out, progress=False)
     monkeypatch.undo()
-    assert "is missing; going on without the lines up to step 6" in capfd.readouterr().err
+    assert "is missing; continuing without the lines up to step 6" in capfd.readouterr().err
     assert [line["step"] for line in read_metrics(out)] == [7]
     train(config, out, progress=False)
     kept = [line for line in lines(whole) if line["step"] > 6]

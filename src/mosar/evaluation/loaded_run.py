@@ -133,7 +133,7 @@ def _read(run: Path, step: int | None) -> Checkpoint:
     folder = run / CHECKPOINTS
     steps = list_steps(folder)
     if not steps:
-        raise ModelError(f"{run} has no checkpoint yet; go on with: mosar train --out {run}")
+        raise ModelError(f"{run} has no checkpoint yet; resume with: mosar train --out {run}")
     if step is not None and step not in steps:
         raise ModelError(f"{run} has no checkpoint of step {step}; there are {_listed(steps)}")
     chosen = steps[-1] if step is None else step

@@ -34,13 +34,13 @@ def open_batches(config: RunConfig, share: Share = WHOLE) -> Batches:
 
 
 def data_fingerprint(manifest: Manifest) -> str:
-    """A hash of the contents of a dataset: the same wherever it lies."""
+    """A hash of the contents of a dataset, independent of its path."""
     files = {name: asdict(entry) for name, entry in manifest.files.items()}
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
 
 
 class Batches(ABC):
-    """The data of a run, as the process of a share sees it."""
+    """The data of a run, for one process of several."""
 
     def __init__(self, config: RunConfig, share: Share = WHOLE):
         self.config, self.share = config, share
@@ -48,16 +48,16 @@ class Batches(ABC):
         self.device = torch.device(config.train.device)
 
     def of_step(self, step: int) -> Iterator[Batch]:
-        """The micro-batches of update number `step` >= 1 that are this share's."""
+        """This process's micro-batches of update number `step` >= 1."""
         windows, train = self._step_windows(step), self.config.train
         own, size = self.share.windows(train), self.share.pass_size(train)
         for start in range(own.start, own.stop, size):
             yield self._batch("train", windows[start : start + size])
 
     def of_evaluation(self) -> Iterator[tuple[Batch, bool]]:
-        """The batches that this share looks at, every time the same, and whether each is its own.
+        """The batches that this process evaluates, always the same, and whether each is its own.
 
-        Of several shares one counts a batch; the others may need its part of the parameters.
+        Only one process counts a batch; others may take part because they hold parameters.
         """
         windows, size = self._evaluation_windows(), self.config.train.micro_batch
         for number, own in self.share.rounds(-(-len(windows) // size)):
@@ -65,7 +65,7 @@ class Batches(ABC):
 
     @abstractmethod
     def fingerprint(self) -> str:
-        """A hash of what decides the windows, besides the configuration."""
+        """A hash of everything except the configuration that determines the windows."""
 
     @abstractmethod
     def _step_windows(self, step: int) -> Numbers: ...
@@ -83,7 +83,7 @@ class TextBatches(Batches):
     def __init__(self, config: RunConfig, share: Share = WHOLE):
         super().__init__(config, share)
         folder = config.data.folder
-        # Altered tokens would train on in silence: checksums are compared up to a size.
+        # Altered tokens would go unnoticed, so checksums are compared up to a certain size.
         self.streams = {split: TokenStream(folder, split, verify=None) for split in SPLITS}
         vocab_size = self.streams["train"].vocab_size
         if vocab_size > config.model.vocab_size:
@@ -95,7 +95,8 @@ class TextBatches(Batches):
             if stream.num_windows(self.length) < 1:
                 raise TrainingError(
                     f"the {split} split in {folder} has {stream.num_tokens} tokens, fewer than a "
-                    f"window of model.max_length + 1 = {self.length + 1}"
+                    f"window of model.max_length + 1 = {self.length + 1}; prepare more text"
+                    f"{', or a larger --valid-fraction' if split == 'valid' else ''}"
                 )
 
     def fingerprint(self) -> str:
@@ -108,7 +109,7 @@ class TextBatches(Batches):
         )
 
     def _evaluation_windows(self) -> Numbers:
-        """Spread over the validation split."""
+        """Windows spread evenly over the validation split."""
         train, there = self.config.train, self.streams["valid"].num_windows(self.length)
         number = min(there, train.eval_batches * train.windows_per_step)
         return np.arange(number) * there // number
@@ -121,7 +122,7 @@ class TextBatches(Batches):
 
 
 class TaskBatches(Batches):
-    """Windows of a task: made when they are asked for, from seed and number."""
+    """Windows of a task, generated from seed and index."""
 
     def __init__(self, config: RunConfig, share: Share = WHOLE):
         super().__init__(config, share)
@@ -149,12 +150,12 @@ class TaskBatches(Batches):
         return range(train.eval_batches * train.windows_per_step)
 
     def _batch(self, split: str, windows: Numbers) -> Batch:
-        # All runs are asked the same, whatever they learnt from.
+        # Validation windows are the same for all seeds.
         seed = self.config.data.seed if split == "train" else 0
         made = make_windows(self.task, windows, self.length, split=split, seed=seed)
         return made.tokens.to(self.device), None, made.scored.to(self.device)
 
 
 def task_fingerprint(config: RunConfig) -> str:
-    """A hash of what decides the windows of a task, besides the configuration."""
+    """A hash of everything except the configuration that determines a task's windows."""
     return hashlib.sha256(f"{config.data.task}/{VERSION}".encode()).hexdigest()

@@ -1,13 +1,12 @@
-"""Checkpoints that are whole or do not exist: safetensors and JSON, checksums, an atomic rename.
+"""Checkpoints that are either complete or absent: safetensors, JSON, checksums, atomic renames.
 
     checkpoints/step-00000100/model.safetensors       parameters by name
     checkpoints/step-00000100/optimizer.safetensors   AdamW's state, "exp_avg.<parameter>" and so on
     checkpoints/step-00000100/state.json              written last: step, RNG state, checksums
 
-Several processes write parts of the two instead, see shards.py; reading joins them.
-Everything is written into a folder beside, flushed to the disk, and renamed. A folder of that name
-is therefore complete, unless the disk or somebody damaged it later: that is what checksums are for.
-Nothing is ever unpickled.
+Several processes write parts of the two tensor files instead, see shards.py; reading joins them.
+Everything is written into another folder, flushed to the disk, and renamed. A checkpoint folder is
+therefore complete, and checksums reveal later damage. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ _UNFINISHED = ".unfinished-"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose files have been found to be whole."""
+    """A checkpoint whose files have been checked."""
 
     path: Path
     step: int
@@ -84,7 +83,7 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 
 
 def list_steps(folder: Path) -> list[int]:
-    """The steps of the checkpoints that are there, whole or not, in order."""
+    """The steps of the checkpoints, complete or damaged, in order."""
     if not folder.is_dir():
         return []
     found = (_NAME.fullmatch(path.name) for path in folder.iterdir())
@@ -98,7 +97,7 @@ def write_checkpoint(
     optimizer: Mapping[str, Tensor],
     state: Mapping[str, Any],
 ) -> Path:
-    """Writes one; an OSError leaves what was there before, and nothing half-written."""
+    """Writes a checkpoint; after an OSError the old one is still there, and no partial one."""
     beside = unfinished_path(folder, step)
     try:
         begin_checkpoint(folder, step)
@@ -112,7 +111,7 @@ def write_checkpoint(
 
 
 def unfinished_path(folder: Path, step: int) -> Path:
-    """Where the files of a checkpoint lie until they are all there."""
+    """The folder of a checkpoint's files until all of them are written."""
     return folder / f"{_UNFINISHED}{checkpoint_path(folder, step).name}"
 
 
@@ -126,7 +125,7 @@ def begin_checkpoint(folder: Path, step: int) -> None:
 def finish_checkpoint(
     folder: Path, step: int, checksums: Mapping[str, str], state: Mapping[str, Any]
 ) -> Path:
-    """Makes a checkpoint of the files, which are all there."""
+    """Turns the complete set of files into a checkpoint."""
     beside, final = unfinished_path(folder, step), checkpoint_path(folder, step)
     content = {"schema": SCHEMA_VERSION, "step": step, "checksums": dict(checksums), **state}
     write_synced(beside / STATE, json.dumps(sealed(content), indent=1).encode() + b"\n")
@@ -138,7 +137,7 @@ def finish_checkpoint(
 
 
 def read_checkpoint(folder: Path, step: int) -> Checkpoint:
-    """The checkpoint of a step, all of it checked; DamagedFile says what is wrong."""
+    """The checkpoint of a step, with all files checked; DamagedFile says what is wrong."""
     path = checkpoint_path(folder, step)
     try:
         try:
@@ -166,15 +165,15 @@ def read_checkpoint(folder: Path, step: int) -> Checkpoint:
 
 
 def open_checkpoint(folder: Path, step: int) -> Checkpoint:
-    """A checkpoint that has just been found to be whole, by this process or another."""
+    """A checkpoint that this process or another has just checked."""
     path = checkpoint_path(folder, step)
     return Checkpoint(path, step, parse_json((path / STATE).read_bytes()))
 
 
 def newest_checkpoint(folder: Path, report: Callable[[str], None]) -> Checkpoint | None:
-    """The newest whole checkpoint; damaged ones before it are reported and set aside.
+    """The newest undamaged checkpoint; newer, damaged ones are reported and renamed.
 
-    None where there is no checkpoint at all; DamagedFile where none of those there is whole.
+    None if there is no checkpoint; DamagedFile if all of them are damaged.
     """
     steps = list_steps(folder)
     problems = []
@@ -195,7 +194,7 @@ def newest_checkpoint(folder: Path, report: Callable[[str], None]) -> Checkpoint
 
 
 def set_aside(path: Path) -> Path | None:
-    """Renames a checkpoint so that it is none any more; None where there was nothing."""
+    """Renames a checkpoint so that it is no longer used; None if there was none."""
     if not path.exists():
         return None
     number = 1
@@ -209,14 +208,14 @@ def prune_checkpoints(folder: Path, keep_last: int, keep_every: int) -> None:
     """Removes all but the newest `keep_last` and those at multiples of `keep_every`."""
     for step in list_steps(folder)[:-keep_last]:
         if not keep_every or step % keep_every:
-            # First out of sight: a removal that is interrupted must not look like damage.
+            # Rename it first, so that an interrupted removal does not look like damage.
             doomed = folder / f"{_UNFINISHED}removal-{step}"
             os.rename(checkpoint_path(folder, step), doomed)
             shutil.rmtree(doomed, ignore_errors=True)
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Removes what a killed process left; only for who holds the run's lock."""
+    """Removes what a killed process left. The caller must hold the run's lock."""
     for path in folder.glob(f"{_UNFINISHED}*"):
         shutil.rmtree(path, ignore_errors=True)
 
@@ -229,7 +228,7 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def load_parameters(names: Names, checkpoint: Checkpoint) -> None:
-    """Copies the parameters of a checkpoint into those of the same names."""
+    """Copies the parameters of a checkpoint into those with the same names."""
     saved = checkpoint.model()
     if saved.keys() != set(names.values()):
         raise TrainingError(f"{checkpoint.path} has other parameters than the model")
@@ -249,8 +248,8 @@ def optimizer_tensors(optimizers: Optimizers, names: Names) -> dict[str, Tensor]
 
 
 def restore_optimizers(optimizers: Optimizers, names: Names, saved: Mapping[str, Tensor]) -> None:
-    """Puts back what `optimizer_tensors` gave."""
-    places = {
+    """Restores what `optimizer_tensors` returned."""
+    owners = {
         names[parameter]: (optimizer, parameter, group.get("fused"))
         for optimizer in optimizers
         for group in optimizer.param_groups
@@ -258,9 +257,9 @@ def restore_optimizers(optimizers: Optimizers, names: Names, saved: Mapping[str,
     }
     for key, value in saved.items():
         entry, _, name = key.partition(".")
-        optimizer, parameter, fused = places[name]
-        # A fused optimizer counts its steps beside the parameter, the others on the CPU.
-        beside = value.dim() > 0 or fused
-        # A tensor of its own: what was loaded may be a view into a file.
-        fresh = torch.empty_like(value, device=parameter.device if beside else "cpu")
+        optimizer, parameter, fused = owners[name]
+        # A fused optimizer keeps its step count on the parameter's device, others on the CPU.
+        on_device = value.dim() > 0 or fused
+        # Copy it: the loaded tensor may be a view into a file.
+        fresh = torch.empty_like(value, device=parameter.device if on_device else "cpu")
         optimizer.state[parameter][entry] = fresh.copy_(value)

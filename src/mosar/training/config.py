@@ -34,7 +34,7 @@ PRECISIONS = get_args(Precision)
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """How the parameters are learnt, and what is kept on the way."""
+    """How the parameters are trained, and what is saved meanwhile."""
 
     steps: int
     """Updates of the parameters."""
@@ -45,38 +45,38 @@ class TrainConfig:
     learning_rate: float = 3e-4
     """The peak, reached at the end of the warm-up."""
     min_learning_rate: float = 3e-5
-    """Where the cosine ends."""
+    """The rate at the end of the cosine."""
     warmup_steps: int = 100
     """Steps of linear growth up to the peak."""
     decay_steps: int | None = None
-    """The step at which the cosine ends, the minimum from there on; None: `steps`."""
+    """The step at which the cosine reaches the minimum; None: `steps`."""
     weight_decay: float = 0.1
-    """AdamW's, on matrices only."""
+    """AdamW's weight decay, on matrices only."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """AdamW's."""
+    """AdamW's betas."""
     grad_clip: float | None = 1.0
     """The largest norm of the gradient; None: not clipped."""
     seed: int = 0
-    """Of the initial parameters."""
+    """Seed of the initial parameters."""
     precision: Precision = "fp32"
     """"bf16": matrix products in bfloat16; parameters and optimizer stay in float32. "auto" becomes
     "bf16" on a GPU that has it, "fp32" elsewhere."""
     device: str = "cpu"
     """Where torch computes."""
     loss_chunk: int = 0
-    """Tokens whose logits exist at one time; 0: as many as is quick."""
+    """Tokens whose logits are in memory at the same time; 0: a fast number."""
     checkpoint_activations: bool = False
-    """Compute a layer's activations again in the backward pass instead of keeping them."""
+    """Recompute a layer's activations in the backward pass instead of keeping them."""
     eval_every: int = 100
     """Steps between evaluations; the first step and the last one are always evaluated."""
     eval_batches: int = 8
-    """Windows of the validation split in one evaluation, in steps' worth; always the same ones."""
+    """Batches of validation windows per evaluation, each of a step's size; always the same."""
     checkpoint_every: int = 100
     """Steps between checkpoints; the last step is always saved."""
     keep_last: int = 2
-    """The newest checkpoints that are kept."""
+    """How many of the newest checkpoints are kept."""
     keep_every: int = 0
-    """Checkpoints at multiples of this are kept for ever; 0: none."""
+    """Checkpoints at multiples of this step are never removed; 0: none."""
     log_every: int = 1
     """Steps between the lines of the metrics."""
     tensorboard: bool = False
@@ -84,7 +84,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         if self.decay_steps is None:
-            # Said in full, so that a longer run of the same schedule is seen to be one.
+            # Stored, so that a longer run with the same schedule is recognised as such.
             object.__setattr__(self, "decay_steps", self.steps)
         check_counts(self, _COUNTS)
         check_number(self, "learning_rate", least=0, keep_integers=True)
@@ -98,7 +98,7 @@ class TrainConfig:
         if self.precision not in PRECISIONS:
             raise ValueError(f"precision must be one of {PRECISIONS}, got {self.precision!r}")
         if self.precision == "auto":
-            # Decided once and saved, so that a run goes on in the precision it began with.
+            # Decided once and saved, so that a resumed run keeps its precision.
             object.__setattr__(self, "precision", automatic_precision(self.device))
 
     @property
@@ -108,16 +108,16 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DistributedConfig:
-    """How the processes that a launcher started divide the work: data x shard x tensor of them."""
+    """How data x shard x tensor processes of a launcher divide the work."""
 
     data: int | None = None
-    """Copies of the model, each fed a part of the batch; None: as many as the rest leaves."""
+    """Copies of the model, each with a part of the batch; None: all processes that are left."""
     shard: int = 1
-    """Processes that feed on parts of the batch too, and divide parameters and optimizer."""
+    """Processes that divide the batch, the parameters and the optimizer."""
     tensor: int = 1
-    """Processes that divide heads and feed-forward of every layer."""
+    """Processes that divide the heads and the feed-forward of every layer."""
     timeout: float = 600.0
-    """Seconds to wait for the other processes before the job is given up."""
+    """Seconds to wait for the other processes before the job fails."""
 
     def __post_init__(self) -> None:
         given = ("shard", "tensor") if self.data is None else ("data", "shard", "tensor")
@@ -135,7 +135,7 @@ _COUNTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Everything that a run follows from, together with the contents of its data."""
+    """Everything that determines a run, besides the contents of its data."""
 
     model: ModelConfig
     attention: AttentionConfig
@@ -148,7 +148,7 @@ class RunConfig:
     """A label: the preset it started from."""
 
     def __post_init__(self) -> None:
-        # Regimes that do not fit together should be refused now, not by the first layer.
+        # Refuse wrong regimes now, not in the first layer.
         regimes, starts = self.regimes, self.attention.start_regimes
         for name in () if starts == EACH else starts:
             regimes.regime_index(name)
@@ -163,13 +163,13 @@ class RunConfig:
         return self.train.windows_per_step * self.model.max_length
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON holds it: an object a section."""
+        """JSON values: one object per section."""
         values = asdict(self) | {"attention": self.attention.to_dict()}
         return json.loads(json.dumps(values, default=str))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RunConfig:
-        """The configuration that `to_dict` gave; a ValueError names an unknown or missing key."""
+        """The configuration from `to_dict`; a ValueError names an unknown or missing key."""
         given = {**dict.fromkeys(_LABELS, ""), "distributed": {}, **values}
         for name, added in _ADDED.items():
             if isinstance(given.get(name), dict):
@@ -177,7 +177,7 @@ class RunConfig:
         return schema.decode(cls, given, "run")
 
     def flat(self) -> dict[str, Any]:
-        """Dotted key -> value, as JSON holds it; labels left out."""
+        """Dotted key -> JSON value, without labels."""
         values = self.to_dict()
         own = values["attention"].pop("own")
         flat = {
@@ -188,9 +188,9 @@ class RunConfig:
         return flat | {f"{_OWN}{name}": value for name, value in own.items()}
 
     def fingerprint(self) -> str:
-        """A hash of the keys that decide the result, up to the order of sums and the last step."""
+        """A hash of the keys that change the result, except rounding and the last step."""
         excluded = {*NEUTRAL, *ROUNDING, "train.steps"}
-        # As JSON holds them, like the values they are compared with.
+        # JSON values, like the values they are compared with.
         sections = json.loads(json.dumps(_ADDED))
         added = {f"{name}.{key}": v for name, keys in sections.items() for key, v in keys.items()}
         # Likewise a geometry may gain a setting of its own.
@@ -214,7 +214,7 @@ SECTIONS: dict[str, type] = {
 }
 _LABELS = ("variant", "preset")
 _OWN = "attention.own."
-# Keys that older run folders lack, with what their absence means; there they change no fingerprint.
+# Keys that older run folders lack, with the values they imply, which do not change a fingerprint.
 _ADDED: dict[str, dict[str, Any]] = {
     "attention": {
         name: getattr(AttentionConfig(), name)
@@ -227,7 +227,7 @@ _ADDED: dict[str, dict[str, Any]] = {
     "data": {"task": "text"},
     "distributed": asdict(DistributedConfig()),
 }
-# Keys that change what is recorded and kept, never the parameters (data is known by its contents).
+# Keys that change what is recorded and kept but not the parameters; data has its own fingerprint.
 NEUTRAL = frozenset(
     {
         "data.folder",
@@ -236,7 +236,7 @@ NEUTRAL = frozenset(
         "distributed.timeout",
     }
 )
-# Keys that change the order of sums alone, as long as a step sees as many windows.
+# Keys that only change the order of sums, as long as a step has the same number of windows.
 ROUNDING = frozenset(
     {
         *("train.micro_batch", "train.accumulation"),
@@ -271,7 +271,8 @@ def resolve_config(
 ) -> RunConfig:
     """The configuration of `variant` and `preset` with `changes` like "train.steps=60" on top.
 
-    `vocab_size` is that of the data, for presets that do not set one; by default it is looked up.
+    vocab_size: the vocabulary of the data, for presets that do not set it; by default it is read
+    from the data.
     """
     check_name("variant", variant, VARIANTS)
     check_name("preset", preset, PRESETS)
@@ -286,12 +287,12 @@ def resolve_config(
         values |= {f"{_OWN}{name}": value for name, value in own.items()}
     weights = ("attention.cost_weight", "attention.mass_weight")
     if not any((values | changed)[weight] for weight in weights):
-        # Without a price its warm-up means nothing, and must not make a run another one.
+        # Without a price its warm-up has no effect, and must not make two runs differ.
         given.pop("attention.cost_warmup", None)
     values |= given | changed
     task = values.get("data.task", DataConfig().task)
     if task != "text":
-        # A task needs no folder, and has a vocabulary of its own.
+        # A task needs no folder and has its own vocabulary.
         vocab_size = TASKS[task](values["model.max_length"]).vocab_size
     if "model.vocab_size" not in values:
         values["model.vocab_size"] = vocab_size or _vocab_size(values["data.folder"])
@@ -308,7 +309,7 @@ def changed_config(config: RunConfig, changes: Iterable[str]) -> RunConfig:
     if "attention.geometry" in changed:
         values = {key: value for key, value in values.items() if not key.startswith(_OWN)}
     if changed.get("train.steps") and values["train.decay_steps"] == values["train.steps"]:
-        # It was not set apart from the steps, so it follows them.
+        # It was not set separately, so it follows the steps.
         values["train.decay_steps"] = None
     return _assemble(values | changed, {name: getattr(config, name) for name in _LABELS})
 
@@ -345,5 +346,5 @@ def _changes_of(changes: Iterable[str], geometry: str) -> dict[str, Any]:
     changed = parse_changes(changes)
     geometry = changed.get("attention.geometry", geometry)
     known = known_keys(*GEOMETRIES) | (known_keys(geometry) if geometry in GEOMETRIES else {})
-    # The words of a key that several geometries have are read as this one means them.
+    # Several geometries may have the same key; parse its value as this geometry does.
     return schema.parse_changes(changes, known)

@@ -1,7 +1,7 @@
-"""A decoder that learns: one update of its parameters, and one evaluation of them.
+"""Trains a decoder: one update of its parameters, one evaluation.
 
-A line of the metrics describes the step itself: nothing is averaged over steps, so that lines do
-not depend on where a run was interrupted.
+A line of the metrics describes one step. Nothing is averaged over steps, so lines do not depend on
+where a run was interrupted.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class Learner(Run):
     decoder: Decoder
     batches: Batches
     terms: Callable[..., Terms]
-    """The objective of a batch, through the decoder."""
+    """Computes the objective of a batch with the decoder."""
     last_losses: tuple[float, float]
-    """Of the last step that was logged, and of the last evaluation; known once it is finished."""
+    """Losses of the last logged step and of the last evaluation; set once the run is finished."""
     own_files = (CHECKPOINTS, METRICS)
     how_to_extend = "--set train.steps=…"
     how_to_save_memory = (
@@ -60,7 +60,7 @@ class Learner(Run):
 
     @classmethod
     def of(cls, config: RunConfig, batches: Batches, team: Team | None = None) -> Learner:
-        """One that is ready for its first step, without a run folder."""
+        """A learner without a run folder, ready for its first step."""
         learner = cls(config, team)
         learner.batches = batches
         learner.build()
@@ -76,7 +76,7 @@ class Learner(Run):
         self._check_agreement()
 
     def _check_agreement(self) -> None:
-        """A TrainingError where processes were started with different configurations or data."""
+        """A TrainingError if processes were started with different configurations or data."""
         values = {**self.config.flat(), "data.folder": None, "data": self.data_fingerprint}
         own = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
         first = self.team.from_first(lambda: own)
@@ -128,8 +128,8 @@ class Learner(Run):
 
     def how_to_continue(self, out: Path) -> str:
         if self.team.num_processes > 1:
-            return "the same job goes on"
-        return f"go on with: mosar train --out {out}"
+            return "the same job resumes"
+        return f"resume with: mosar train --out {out}"
 
     def board(self, out: Path, start: int) -> AbstractContextManager[WriteLine]:
         return tensorboard_writer(self.config, out, start)
@@ -141,7 +141,7 @@ class Learner(Run):
         self.last_losses = losses["train"], losses["valid"]
 
     def _pass(self, step: int, *batch: Tensor | None) -> Terms:
-        """The terms of one batch; a NonFiniteError where the model has diverged."""
+        """The terms of one batch; a NonFiniteError if the model has diverged."""
         try:
             with autocast(self.config.train):
                 return self.terms(*batch, step=step)
@@ -174,7 +174,7 @@ class Learner(Run):
         }
 
     def _clip_gradients(self, step: int) -> float:
-        """The norm of the gradient before clipping; a NonFiniteError names who spoilt it."""
+        """The gradient norm before clipping; a NonFiniteError names the bad parameters."""
         team, names = self.team, self.names
         norm = team.gradient_norm(names)
         value = float(norm)
@@ -193,7 +193,7 @@ class Learner(Run):
 def build_optimizer(names: dict[Tensor, str], config: RunConfig) -> torch.optim.AdamW:
     """AdamW; gains and biases do not decay."""
     train = config.train
-    # The biases of routers have two dimensions, one for the groups: the name decides too.
+    # Router biases have two dimensions, one for the groups, so the name counts too.
     matrices = [
         p for p, name in names.items() if p.dim() > 1 and "bias" not in name.rpartition(".")[2]
     ]
@@ -208,7 +208,7 @@ def build_optimizer(names: dict[Tensor, str], config: RunConfig) -> torch.optim.
 
 
 class Mean:
-    """Means of terms over passes, weighted by their windows."""
+    """Means of terms over passes, weighted by the number of windows."""
 
     def __init__(self) -> None:
         self.weight = 0
@@ -221,11 +221,11 @@ class Mean:
         self.sums = weighted if self.sums is None else _by_field(torch.add, self.sums, weighted)
 
     def over(self, team: Team) -> Terms:
-        """The means over all that the team saw."""
+        """The means over all processes."""
         assert self.sums is not None
         sums, weight = self.sums, float(self.weight)
         if team.num_processes > 1:
-            # One message for all of them; in float64, as there are few.
+            # All in one message; there are few, so float64 is cheap.
             parts: list[Tensor] = []
             _by_field(lambda value: parts.append(value.double().flatten()), sums)
             together = torch.cat([*parts, parts[0].new_tensor([weight])])
@@ -236,7 +236,7 @@ class Mean:
 
 
 def _by_field(change: Callable[..., Any], *terms: Terms) -> Terms:
-    """What `change` makes of each field; what a variant does not have stays None."""
+    """Applies `change` to each field; fields that a variant lacks stay None."""
     made: dict[str, Any] = {}
     for field in fields(Terms):
         values = [getattr(each, field.name) for each in terms]
@@ -245,9 +245,9 @@ def _by_field(change: Callable[..., Any], *terms: Terms) -> Terms:
 
 
 def _check_memory(config: RunConfig, team: Team) -> None:
-    """A model that cannot fit is refused before anything is made."""
+    """A TrainingError for a model that cannot fit into memory, before it is built."""
     parameters = total(parameter_parts(config.model, config.attention))
-    # The gradient and two moments besides; other devices hold those, but get the parameters here.
+    # Parameters, gradient and two moments; for other devices only the parameters are built here.
     copies = 4 if torch.device(config.train.device).type == "cpu" else 1
     needed = 4 * copies * parameters / team.num_processes
     there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -3,8 +3,8 @@
     for each step: a batch → loss and gradient → clipped AdamW update → metrics
                    → now and then an evaluation → now and then a checkpoint
 
-Every step is a function of the configuration, the data and the parameters before it, so that a run
-that is resumed from a checkpoint is bit for bit the run that was never interrupted.
+Every step is a function of the configuration, the data and the parameters before it. A run that is
+resumed from a checkpoint is therefore bit for bit the run that was never interrupted.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ class TrainResult:
     out: Path
     step: int
     resumed_from: int
-    """The step of the checkpoint it was resumed from; 0: from the beginning."""
+    """The step of the checkpoint it was resumed from; 0 if it started anew."""
     loss: float
-    """Of the last step that was logged."""
+    """Training loss of the last step that was logged."""
     valid_loss: float
     """Cross-entropy on the validation windows after the last step."""
 
@@ -88,7 +88,7 @@ def train(
 
 
 def train_run(run: Run, out: Path, reporter: Reporter, *, resume: bool = True) -> int:
-    """Trains `run` into `out`; the step it was resumed from, 0 at the beginning."""
+    """Trains `run` into `out`; returns the step it was resumed from, 0 if it started anew."""
     team = run.team
     if not team.is_first:
         reporter = Reporter.silent()
@@ -103,11 +103,11 @@ def train_run(run: Run, out: Path, reporter: Reporter, *, resume: bool = True) -
             found = team.from_first(lambda: _find_step(run, out, reporter, resume=resume))
             run.build(initialise=found is None)
             if found is not None:
-                # That of an imported model may be of step 0.
+                # The checkpoint of an imported model may be of step 0.
                 _restore(run, checkpoints.open_checkpoint(out / CHECKPOINTS, found), reporter)
             start = found or 0
             team.from_first(lambda: _check_space(run, out))
-            # Only now is the folder this run's: what could not even be built must not keep it.
+            # Take the folder only now: a run that cannot be built must not keep it.
             link = team.from_first(lambda: _claim(run, out, start, reporter))
             _run_steps(run, out, start, stop, link, reporter)
             run.finish(out)
@@ -141,7 +141,7 @@ def _steps(
     saved = start
     if start == 0:
         yield run.evaluate(0)
-    # Several processes can only stop at the same place: the end of a step.
+    # Several processes can only stop together, at the end of a step.
     within_step = stop if team.num_processes == 1 else None
     clock = Clock()
     for step in range(start + 1, cadence.steps + 1):
@@ -164,7 +164,7 @@ def _steps(
 
 
 class Clock:
-    """Tokens a second of the steps alone: no evaluation, no checkpoint."""
+    """Tokens per second of the steps, without evaluations and checkpoints."""
 
     def __init__(self) -> None:
         self.tokens, self.seconds = 0, 0.0
@@ -182,14 +182,14 @@ class Clock:
 
 
 def save(run: Run, out: Path, step: int, metrics: MetricsFile | None = None) -> Path:
-    """Writes the checkpoint of `step`, then removes those that are not kept."""
+    """Writes the checkpoint of `step`, then removes old ones."""
     if metrics is not None:
-        # A checkpoint promises that the lines up to it are there.
+        # A checkpoint guarantees that the lines up to its step are on the disk.
         metrics.sync()
     cadence, folder, team = run.cadence, out / CHECKPOINTS, run.team
     state = {
         "config_hash": run.config.fingerprint(),
-        # Every process has the same: seeded alike, and a step draws nothing.
+        # All processes have the same state: same seed, and a step draws nothing.
         "rng": {"torch": base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode()},
         "environment": environment(),
         "mesh": team.describe(),
@@ -204,7 +204,7 @@ def save(run: Run, out: Path, step: int, metrics: MetricsFile | None = None) -> 
 
 
 def _find_step(run: Run, out: Path, reporter: Reporter, *, resume: bool) -> int | None:
-    """The step of the checkpoint to resume from, if any; refuses a folder of something else."""
+    """The step of the checkpoint to resume from, if any; refuses a folder with something else."""
     folder = out / CHECKPOINTS
     if not has_run(out):
         if checkpoints.list_steps(folder):
@@ -219,7 +219,7 @@ def _find_step(run: Run, out: Path, reporter: Reporter, *, resume: bool) -> int 
             raise TrainingError(f"{out} already holds a run; give another --out")
         run.check_same(out, reporter.say)
     else:
-        # Whatever it was configured as, nothing came of it; but it must be such a run.
+        # It made no step, so its configuration may differ; only the kind of run must be the same.
         read_saved(out, type(run.config))
     checkpoints.remove_unfinished(folder)
     try:
@@ -239,13 +239,13 @@ def _find_step(run: Run, out: Path, reporter: Reporter, *, resume: bool) -> int 
 
 
 def _claim(run: Run, out: Path, start: int, reporter: Reporter) -> str:
-    """Makes `out` the folder of this run; the link of the metrics that stay."""
+    """Makes `out` the folder of this run; returns the link of the metrics that are kept."""
     if start == run.cadence.steps and not (out / METRICS).exists():
         extend = f", or train on with {run.how_to_extend}" if run.how_to_extend else ""
         raise TrainingError(
             f"the run is finished, and {out / METRICS} is missing; put it back{extend}"
         )
-    # Without a checkpoint even the evaluation before the first step is done again.
+    # Without a checkpoint, the evaluation before the first step is repeated too.
     link = truncate_metrics(out / METRICS, start if start else -1, reporter.say)
     saved = (run.config, run.data_fingerprint)
     if not has_run(out) or read_saved(out, type(run.config)) != saved:
@@ -263,7 +263,7 @@ def _restore(run: Run, checkpoint: Checkpoint, reporter: Reporter) -> None:
         extend = f"; {run.how_to_extend} goes further" if run.how_to_extend else ""
         reporter.say(f"finished already, at step {checkpoint.step}{extend}")
     else:
-        reporter.say(f"going on from step {checkpoint.step}")
+        reporter.say(f"resuming from step {checkpoint.step}")
     was, now = checkpoint.state["environment"], environment()
     changed = [
         f"{key} {was.get(key)} → {now[key]}"
@@ -284,7 +284,7 @@ def _mesh(mesh: dict[str, int] | None) -> str:
 def _interrupted(
     run: Run, out: Path, step: int, saved: int, stop: StopRequest, metrics: MetricsFile | None
 ) -> TrainingInterrupted:
-    """The exception to raise, once `step` is saved."""
+    """Saves `step` if needed; returns the exception to raise."""
     if saved != step:
         save(run, out, step, metrics)
     assert stop.signal_number is not None
@@ -294,7 +294,7 @@ def _interrupted(
 
 
 def _check_space(run: Run, out: Path) -> None:
-    """A run must not find out at its first checkpoint that there is no room for one."""
+    """A TrainingError before the first step if the disk has no room for a checkpoint."""
     # Parameters and two moments of each.
     needed = 3 * sum(parameter.nbytes for parameter in run.names)
     free = shutil.disk_usage(out).free
@@ -306,11 +306,11 @@ def _check_space(run: Run, out: Path) -> None:
 
 @contextmanager
 def _explained_errors(run: Run, out: Path) -> Iterator[None]:
-    """Adds to what stopped the run what is left of it."""
+    """Adds to an error which checkpoint is the last good one."""
     try:
         yield
     except TrainingInterrupted as error:
-        # All processes of a team stop, and one says so.
+        # All processes of a team stop, and only the first one says so.
         error.reported_by_peer = not run.team.is_first
         raise
     except NonFiniteError as error:
@@ -325,7 +325,7 @@ def _explained_errors(run: Run, out: Path) -> Iterator[None]:
         left = f"; {_last_good(out)}" if out.is_dir() else ""
         raise TrainingError(f"{where}: {reason}{left}") from error
     except (MemoryError, RuntimeError) as error:
-        # torch has no class of its own for memory of the CPU that it cannot have.
+        # torch has no class for running out of CPU memory.
         if isinstance(error, MosarError) or not _is_out_of_memory(error):
             raise
         line = str(error).partition("\n")[0] or "out of memory"

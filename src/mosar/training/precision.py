@@ -1,4 +1,4 @@
-"""Precision of a pass: float32, or matrix products in bfloat16 where the machine really can."""
+"""Precision of a pass: float32, or matrix products in bfloat16 if the machine supports them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 def automatic_precision(device: str) -> Literal["fp32", "bf16"]:
-    """bfloat16 on a GPU, unless the one that is here lacks it; float32 elsewhere."""
+    """bfloat16 on a GPU that supports it, otherwise float32."""
     if device.partition(":")[0] != "cuda":
         return "fp32"
-    # Without a GPU here this is a plan for one.
+    # Without a GPU, this is for a plan of a run on one.
     if torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False):
         return "fp32"
     return "bf16"
@@ -33,15 +33,15 @@ def autocast(train: TrainConfig) -> AbstractContextManager[object]:
 
 
 def check_precision(train: TrainConfig) -> None:
-    """A TrainingError where bfloat16 would kill the process."""
+    """A TrainingError if bfloat16 would kill the process."""
     if train.precision == "bf16" and torch.device(train.device).type == "cpu":
         _check_cpu_bfloat16()
 
 
 @lru_cache(maxsize=1)
 def _check_cpu_bfloat16() -> None:
-    # Some virtual machines report AMX and then kill whoever uses it, so another process tries.
-    # -P: a torch.py in the working directory is not ours to run.
+    # Some virtual machines report AMX and kill a process that uses it, so try in another process.
+    # -P: do not run a torch.py in the working directory.
     code = "import torch; a = torch.ones(64, 64, dtype=torch.bfloat16); a @ a"
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True)
     if done.returncode < 0:

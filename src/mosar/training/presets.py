@@ -4,7 +4,7 @@
 smoke      seconds; the tests run it
 quick      one variant in less than two minutes on two cores
 retrieval  two layers that learn a task from `mosar.data.tasks`, about two minutes
-small      a few million parameters, 10 to 20 minutes a variant on two cores
+small      a few million parameters, 10 to 20 minutes per variant on two cores
 medium     the model of small on five times the tokens, with milestones on the way: hours a variant
 paper      the published setting: its "500M" are 538 million parameters without the embedding,
            800 million with it
@@ -28,7 +28,7 @@ def _model(*sizes: int, length: int) -> dict[str, Any]:
 def _train(
     rates: tuple[float, float], warmup: int, evaluate: tuple[int, int], **given: Any
 ) -> dict[str, Any]:
-    """rates: the peak and the end; evaluate: every so many steps, with so many batches.
+    """rates: the peak and the end. evaluate: the steps between evaluations, and their batches.
 
     The cost warms up five times as long as the rate, as in the paper (100 and 500).
     """

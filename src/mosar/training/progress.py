@@ -1,4 +1,4 @@
-"""What a run says while it runs, on stderr: a bar with the time left, or plain lines."""
+"""Progress of a run on stderr: a bar with the time left, or plain lines."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _BAR_SECONDS = 0.2
 
 
 def make_bar(console: Console, done: ProgressColumn, *, width: int) -> Progress:
-    """A bar, what is `done`, and the time; it moves only when it is told to."""
+    """A progress bar with the column `done` and the time; it is redrawn only on request."""
     return Progress(
         BarColumn(bar_width=width),
         done,
@@ -48,14 +48,14 @@ class Reporter:
 
     @classmethod
     def silent(cls) -> Reporter:
-        """One that shows nothing at all."""
+        """A reporter that shows nothing."""
         reporter = cls(0, progress=False)
         reporter._console.quiet = True
         return reporter
 
     @contextmanager
     def running(self, start: int) -> Iterator[None]:
-        """While the steps after `start` are done."""
+        """Shows the bar while the steps after `start` run."""
         self._start_step = start
         self._start = self._last = time.monotonic()
         if not self._progress:
@@ -70,7 +70,7 @@ class Reporter:
         self._console.print(message, markup=False, highlight=False)
 
     def show(self, line: dict[str, Any]) -> None:
-        """A line of the metrics."""
+        """Shows a line of the metrics."""
         if line["split"] == "valid":
             self._valid = f" · valid {line.get('lm_loss', line['loss']):.4f}"
             if self._lines:

@@ -1,6 +1,6 @@
-"""What the training loop asks of what it trains.
+"""The interface between the training loop and what it trains.
 
-`Learner` is a decoder with its data; a retrofit trains the routers of a frozen model.
+`Learner` trains a decoder; a retrofit trains the routers of a frozen model.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mosar.training.tensorboard import WriteLine
 
 
 class Cadence(NamedTuple):
-    """How many steps a run has, and after how many it logs, evaluates and saves."""
+    """How many steps a run has, and how often it logs, evaluates and saves."""
 
     steps: int
     seed: int
@@ -33,33 +33,33 @@ class Cadence(NamedTuple):
 
 
 class Run(ABC):
-    """What a step changes, what it is made with, and what tells its folder from another's."""
+    """Parameters, optimizers and data of a run, and how its folder is recognised."""
 
     config: SavedConfig
     cadence: Cadence
     team: Team
-    """The processes that take the step together."""
+    """The processes that train together."""
     tokens_per_step: int
     data_fingerprint: str
     names: dict[Tensor, str]
     """The name of each parameter that is trained."""
     optimizers: Sequence[torch.optim.Optimizer]
     own_files: tuple[str, ...] | None = None
-    """What a folder that holds no run yet may hold; None: anything."""
+    """Files that a folder without a run may hold; None: any."""
     how_to_extend = ""
     how_to_save_memory = ""
 
     @abstractmethod
     def prepare(self) -> None:
-        """Opens the data; a TrainingError says what cannot work, before the folder is made."""
+        """Opens the data; a TrainingError for what cannot work, before the folder is made."""
 
     @abstractmethod
     def build(self, *, initialise: bool) -> None:
-        """Makes parameters and optimizers; without `initialise` a checkpoint will fill them."""
+        """Makes parameters and optimizers; without `initialise`, a checkpoint fills them later."""
 
     @abstractmethod
     def update(self, step: int, stop: StopRequest | None = None) -> dict[str, Any] | None:
-        """Update number `step`; its line of the metrics, or None where `stop` came before."""
+        """Makes update number `step`; returns its line of the metrics, or None after `stop`."""
 
     @abstractmethod
     def evaluate(self, step: int) -> dict[str, Any]:
@@ -67,23 +67,23 @@ class Run(ABC):
 
     @abstractmethod
     def check_same(self, folder: Path, report: Callable[[str], None]) -> None:
-        """A TrainingError where the run in `folder` is another one."""
+        """A TrainingError if the run in `folder` is a different one."""
 
     @abstractmethod
     def how_to_continue(self, out: Path) -> str:
-        """What to do after an interruption."""
+        """How to resume after an interruption."""
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps besides tensors."""
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:  # noqa: B027
-        """Puts that back."""
+        """Restores what `state` returned."""
 
     def board(self, out: Path, start: int) -> AbstractContextManager[WriteLine]:
-        """What draws the lines of the metrics."""
+        """Opens a writer for the lines of the metrics."""
         return nullcontext(lambda line: None)
 
     @abstractmethod
     def finish(self, out: Path) -> None:
-        """After the last step, while the folder is still locked."""
+        """Called after the last step, while the folder is still locked."""

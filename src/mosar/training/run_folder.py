@@ -1,9 +1,9 @@
 """The run folder: its lock, its configuration, its metrics, its checkpoints.
 
 RUN/config.json     the resolved configuration, complete, with versions and the data's fingerprint
-RUN/metrics.jsonl   one object a line, by step; its checksum vouches for the lines before it too
+RUN/metrics.jsonl   one object per line, by step; each checksum covers the lines before it too
 RUN/checkpoints/    see checkpoints.py
-RUN/.lock           held by the process that trains; the system releases it when that dies
+RUN/.lock           locked by the process that trains, until it ends
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CONFIG, METRICS, CHECKPOINTS, LOCK = "config.json", "metrics.jsonl", "checkpoint
 SCHEMA_VERSION = 1
 _AFTER = "after"
 _BATCH = {"train.micro_batch", "train.accumulation"}
-_WITHOUT = "put back what was written, or remove the file to go on without its lines"
+_WITHOUT = "put back what was written, or remove the file to continue without its lines"
 
 
 class SavedConfig(Protocol):
@@ -52,7 +52,7 @@ Config = TypeVar("Config", bound=SavedConfig)
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Holds the run folder, made if need be; a TrainingError where another process does."""
+    """Makes and locks the run folder; a TrainingError if another process has locked it."""
     make_folder(folder)
     descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
@@ -69,12 +69,12 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def read_config(folder: Path) -> RunConfig:
-    """The configuration of a run; a TrainingError where it cannot be read."""
+    """The configuration of a run; a TrainingError if it cannot be read."""
     return read_saved(folder, RunConfig)[0]
 
 
 def read_data_fingerprint(folder: Path) -> str:
-    """The fingerprint of the data that a run was made with."""
+    """The fingerprint of the data that a run was trained on."""
     return read_saved(folder, RunConfig)[1]
 
 
@@ -83,7 +83,7 @@ def has_run(folder: Path) -> bool:
 
 
 def has_made_a_step(folder: Path) -> bool:
-    """Whether the run in `folder` has come far enough to keep others out."""
+    """Whether the run in `folder` has made a step, so that no other run may take its folder."""
     metrics = folder / METRICS
     # The first line is the evaluation before the first step.
     recorded = metrics.exists() and metrics.read_bytes().count(b"\n") > 1
@@ -91,13 +91,13 @@ def has_made_a_step(folder: Path) -> bool:
 
 
 def foreign_file(folder: Path, own: Iterable[str] = ()) -> str | None:
-    """A file or folder, not hidden, that lies in `folder` and is none of its `own`."""
+    """A file in `folder` that is neither hidden nor one of its `own`, or None."""
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     return next((n for n in names if not n.startswith(".") and n not in set(own)), None)
 
 
 def read_saved(folder: Path, kind: type[Config]) -> tuple[Config, str]:
-    """The configuration, which must be of a `kind` of run, and the fingerprint of the data."""
+    """The configuration, which must be of type `kind`, and the fingerprint of the data."""
     path = folder / CONFIG
     try:
         saved = parse_json(path.read_bytes())
@@ -125,11 +125,11 @@ def write_config(folder: Path, config: SavedConfig, data_fingerprint: str) -> No
 def check_same_run(
     folder: Path, config: RunConfig, data_fingerprint: str, report: Callable[[str], None]
 ) -> None:
-    """A TrainingError that names the keys in which the run in `folder` is another one."""
+    """A TrainingError that names the keys in which the run in `folder` differs."""
     saved, saved_fingerprint = read_saved(folder, RunConfig)
     old, new = saved.flat(), config.flat()
     differing = {key for key in new if old.get(key) != new[key]}
-    # Another task is said below, as a key that differs.
+    # A different task is reported below, as a key that differs.
     if data_fingerprint != saved_fingerprint and config.data.task == saved.data.task:
         if config.data.task != "text":
             raise TrainingError(
@@ -165,13 +165,13 @@ class _Line(NamedTuple):
     data: bytes
     values: dict[str, Any]
     before: str
-    """The link of the line before it; of the first one, that of lines that were lost, or ""."""
+    """The link of the line before it; for the first line that of lost lines, or ""."""
     link: str
-    """Its checksum, which follows from all lines up to it."""
+    """Its checksum, which depends on all lines up to it."""
 
 
 def _read_lines(path: Path) -> Iterator[_Line]:
-    """The whole lines; a TrainingError names the first that is not what was written."""
+    """The complete lines; a TrainingError names the first one that was altered."""
     before, expected = "", False
     for number, data in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
         try:
@@ -188,7 +188,7 @@ def _read_lines(path: Path) -> Iterator[_Line]:
                 f"{path}, line {number} or one before it is not what was written: {error}; "
                 f"{_WITHOUT}"
             ) from None
-        # Earlier versions wrote no checksums; lines after theirs vouch for them.
+        # Earlier versions wrote no checksums; later lines cover theirs.
         expected, link = found, checksum(values, before)[:LINE_DIGITS]
         values.pop(_AFTER, None)
         yield _Line(data, values, before, link)
@@ -198,15 +198,15 @@ def _read_lines(path: Path) -> Iterator[_Line]:
 def truncate_metrics(
     path: Path, step: int, report: Callable[[str], None] = lambda message: None
 ) -> str:
-    """Keeps the whole lines up to `step`, as what comes later will be written again; their link.
+    """Drops incomplete lines and lines after `step`; returns the link of the rest.
 
-    A TrainingError where they are not those that the checkpoint of `step` knows; `report` is told
-    where there is no file at all.
+    A TrainingError if the lines do not match the checkpoint of `step`. `report` gets a message if
+    there is no file.
     """
     link = _promised_link(path.parent / CHECKPOINTS, step)
     if not path.exists():
         if link:
-            report(f"{path} is missing; going on without the lines up to step {step}")
+            report(f"{path} is missing; continuing without the lines up to step {step}")
         return link or ""
     kept: list[_Line] = []
     last = ""
@@ -217,7 +217,7 @@ def truncate_metrics(
         kept.append(line)
         last = line.link
         if last == link:
-            # Whatever follows, the checkpoint does not promise it; it may not even be lines.
+            # The checkpoint says nothing about what follows, which may not even be lines.
             break
     if link not in (None, last):
         raise TrainingError(f"{path} lacks lines up to step {step}; {_WITHOUT}")
@@ -228,11 +228,11 @@ def truncate_metrics(
 
 
 def read_metrics(folder: Path, split: str | None = None) -> list[dict[str, Any]]:
-    """The lines of a run's metrics, of one split or all; an unfinished last line is left out.
+    """The lines of a run's metrics, of one split or all, without an incomplete last line.
 
-    A TrainingError where they are not what was written, as far as the newest checkpoint knows.
+    A TrainingError if they were altered or do not match the newest checkpoint.
     """
-    # In this order: a process that trains writes the lines first.
+    # Read the checkpoint first: a process that trains writes the lines before the checkpoint.
     steps = checkpoints.list_steps(folder / CHECKPOINTS)
     link = _promised_link(folder / CHECKPOINTS, steps[-1]) if steps else None
     lines = list(_read_lines(folder / METRICS))
@@ -244,16 +244,16 @@ def read_metrics(folder: Path, split: str | None = None) -> list[dict[str, Any]]
 
 
 def _promised_link(folder: Path, step: int) -> str | None:
-    """The link of the last line that a checkpoint was written after; None where it has none."""
+    """The link of the last line before a checkpoint; None if the checkpoint has none."""
     try:
         return checkpoints.open_checkpoint(folder, step).state.get("metrics")
     except (OSError, ValueError, AttributeError):
-        # There is no such checkpoint, or it is damaged, which others will say.
+        # There is no such checkpoint, or it is damaged, which is reported elsewhere.
         return None
 
 
 class MetricsFile:
-    """Appends lines to the metrics; whole ones, and on the disk once `sync` returns."""
+    """Appends complete lines to the metrics; `sync` flushes them to the disk."""
 
     def __init__(self, path: Path, link: str = ""):
         """`link`: as `truncate_metrics` returned it."""
@@ -262,7 +262,7 @@ class MetricsFile:
         self._is_empty = os.fstat(self._descriptor).st_size == 0
 
     def append(self, values: Mapping[str, Any]) -> None:
-        # The lines before were lost: the first line says which ones it comes after.
+        # Earlier lines were lost: the first line names the link of the last of them.
         lost = {_AFTER: self.link} if self._is_empty and self.link else {}
         content = sealed({**values, **lost}, self.link, LINE_DIGITS)
         line = json.dumps(content).encode() + b"\n"

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM, asked about where it is safe to stop."""
+"""Turns Ctrl-C and SIGTERM into a request that is checked where it is safe to stop."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopRequest:
-    """Which signal asked to stop; None: none did."""
+    """The signal that asked to stop, or None."""
 
     signal_number: int | None = None
 
@@ -21,13 +21,14 @@ class StopRequest:
 
 @contextmanager
 def stop_requests(*, patient: bool = False) -> Iterator[StopRequest]:
-    """Turns the first signal into a request; a second one ends the process as it usually would.
+    """Turns the first signal into a request; a second one ends the process as usual.
 
-    With `patient` it does not: a launcher passes on what its queue tells every process anyway.
+    With `patient`, more signals are ignored: a launcher passes on a signal that every process of
+    the job gets anyway.
     """
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
-        # Python delivers signals to the main thread; whoever owns it decides what they mean.
+        # Python delivers signals to the main thread only, and this is not the main thread.
         yield request
         return
     before = {number: signal.getsignal(number) for number in _SIGNALS}

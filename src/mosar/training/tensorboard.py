@@ -1,4 +1,4 @@
-"""The metrics for TensorBoard, where `train.tensorboard` asks for them."""
+"""Writes the metrics for TensorBoard, if `train.tensorboard` is set."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WriteLine = Callable[[dict[str, Any]], None]
 
 @contextmanager
 def tensorboard_writer(config: RunConfig, out: Path, start: int) -> Iterator[WriteLine]:
-    """Writes the scalars of lines, and forgets what an earlier process wrote after step `start`."""
+    """Writes scalars; drops what an earlier process wrote after step `start`."""
     if not config.train.tensorboard:
         yield lambda line: None
         return
@@ -46,7 +46,7 @@ def _scalars(line: dict[str, Any], regimes: Sequence[str]) -> Iterator[tuple[str
 
 
 def check_tensorboard(config: RunConfig) -> None:
-    """A TrainingError where the package is asked for and missing."""
+    """A TrainingError if the package is needed and missing."""
     if not config.train.tensorboard:
         return
     try:

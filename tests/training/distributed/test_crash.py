@@ -74,7 +74,7 @@ def test_killed_and_stopped(dataset, tmp_path):
     for process in (*workers(launcher).values(), launcher.pid):
         os.kill(process, signal.SIGTERM)
     _, err = finish(launcher)
-    assert f"going on from step {saved}" in err
+    assert f"resuming from step {saved}" in err
     said = [line for line in err.splitlines() if line.startswith("mosar: ")]
     assert len(said) == 1 and said[0].startswith("mosar: stopped, saved at step "), err
     stopped = int(said[0].split("step ")[1].split()[0])
