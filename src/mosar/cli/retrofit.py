@@ -14,8 +14,10 @@ from mosar.errors import ModelError
 from mosar.files import check_folder
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedModel
 
+    from mosar.integrations.retrofit.attach import Retrofit
     from mosar.integrations.retrofit.config import RetrofitSettings
 
 # A density further from its target than this share of it is a miss.
@@ -31,7 +33,9 @@ def retrofit(
             show_default=False,
         ),
     ],
-    out: Annotated[Path, Option(help="The run folder; an existing run is resumed.")],
+    out: Annotated[
+        Path | None, Option(help="The run folder; an existing run is resumed.", show_default=False)
+    ] = None,
     data: Annotated[
         list[str] | None,
         Option(
@@ -69,6 +73,14 @@ def retrofit(
         Path | None,
         Option(help="Start from the routers of another run; a new density then needs fewer steps."),
     ] = None,
+    estimate: Annotated[
+        int | None,
+        Option(
+            min=1,
+            metavar="WINDOWS",
+            help="Train nothing: estimate from so many windows what fewer pairs lose and save.",
+        ),
+    ] = None,
     text_field: TextField = "text",
     evaluate: Annotated[bool, Option(help="Afterwards: perplexity, prefill, cache.")] = True,
     threads: Threads = None,
@@ -84,7 +96,11 @@ def retrofit(
     Example: mosar retrofit model.gguf --data book.txt --out runs/mine --target-density 0.1
 
     Example: mosar retrofit models/mine --out runs/try --length 1024 --steps 10 --no-evaluate
+
+    Example: mosar retrofit models/mine --data book.txt --estimate 16 --length 4096
     """
+    if out is None and estimate is None:
+        raise ValueError("--out is missing: the run folder")
     sources = data or ["stdlib"]
     _check_paths(model, sources, start_from)
     geometry = None if config is None else load_geometry(config)
@@ -105,6 +121,14 @@ def retrofit(
     named = changed_settings({n: v for n, v in given.items() if v is not None}, changes or ())
     base_model, tokenizer = load_base(model)
     settings = _settings_for(base_model, named)
+    if estimate is not None:
+        text = read_windows(
+            *(sources, tokenizer, settings.length), train=0, valid=estimate, text_field=text_field
+        )
+        attached = attach(base_model, geometry or default_config(base_model))
+        _show_estimate(attached, text.valid, progress)
+        return
+    assert out is not None
     identity = BaseIdentity.of(base_model, _absolute(model))
     windows = read_windows(
         sources,
@@ -142,6 +166,28 @@ def retrofit(
         evaluator.routings(ROUTINGS)
         evaluator.speed(ROUNDS)
         report_retrofit(out)
+
+
+def _show_estimate(attached: Retrofit, windows: Tensor, progress: bool) -> None:
+    """A line per density: what a window and choices by the token would lose, and the speed."""
+    from mosar.evaluation.progress import length_progress
+    from mosar.integrations.retrofit.estimate import estimate_frontier
+
+    label = f"dense passes over {windows.shape[1]} tokens"
+    with length_progress(label, len(windows), enabled=progress) as advance:
+        found = estimate_frontier(attached, windows, advance=advance)
+    print(
+        f"{len(windows)} windows of {found.length:,} tokens; attention is "
+        f"{100 * found.attention_share:.0f} % of the arithmetic of a prompt"
+    )
+    print("pairs read   lost by a window   lost by choice   prompt at most")
+    rows = zip(found.density, found.window, found.choice, strict=True)
+    for density, window, choice in rows:
+        print(
+            f"{density:10.2f} {100 * window:16.1f} % {100 * choice:14.1f} % "
+            f"{found.speedup(density):14.2f} ×"
+        )
+    print("lost: the share of the model's attention on pairs that are not read")
 
 
 def _check_paths(model: str, sources: list[str], start_from: Path | None) -> None:

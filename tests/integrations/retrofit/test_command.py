@@ -89,6 +89,19 @@ def test_the_same_command_goes_on(base, retrofitted):
     assert len(after) == len(before.splitlines())
 
 
+def test_an_estimate_trains_nothing(base, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    arguments = ("retrofit", base / "model", "--data", base / "text.txt", "--length", "96")
+    result = run(*arguments, "--estimate", "2", "--no-progress")
+    assert result.exit_code == 0, result.output
+    first, head, *rows, last = result.stdout.splitlines()
+    assert first.startswith("2 windows of 96 tokens; attention is ") and "window" in head
+    assert [row.split()[0] for row in rows] == ["0.10", "0.20", "0.33", "0.50"] and "lost" in last
+    assert not list(tmp_path.iterdir())
+    missing = run(*arguments)
+    assert missing.exit_code == 2 and "--out is missing" in missing.stderr
+
+
 def test_windows_are_by_default_no_longer_than_the_context(base, tmp_path):
     result = run(
         *("retrofit", base / "model", "--data", base / "text.txt", "--out", tmp_path / "out"),
