@@ -1,4 +1,4 @@
-"""Names of a package that are loaded on first use, and how to install what one of them lacks."""
+"""Loads names of a package on first use, and says how to install missing packages."""
 
 from collections.abc import Callable, Mapping
 from importlib import import_module, metadata
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def install_line(extra: str) -> str:
-    """The pip command that brings what an extra needs, however mosar itself was installed."""
+    """The pip command that installs an extra's packages, however mosar itself was installed."""
     try:
         declared = metadata.requires("mosar") or []
     except metadata.PackageNotFoundError:

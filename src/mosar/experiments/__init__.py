@@ -1,1 +1,1 @@
-"""The whole comparison as cells that can be interrupted: train, evaluate, record."""
+"""Runs a comparison as resumable cells: train, evaluate, record."""

@@ -12,13 +12,13 @@ from rich.progress import Progress, TaskProgressColumn
 
 from mosar.training.progress import Reporter, make_bar
 
-# Without a terminal, a line at most this often, besides beginnings and ends.
+# Without a terminal, seconds between two lines, besides the start and the end of a cell.
 _LINE_SECONDS = 30.0
 _BAR_SECONDS = 0.2
 
 
 class Display:
-    """Shows how far the work has come; with `enabled` off only messages."""
+    """Shows the progress of all cells; with `enabled` off only messages."""
 
     def __init__(self, total: int, guess: float, *, enabled: bool = True):
         self.total, self.guess, self.enabled = max(total, 1), guess, enabled
@@ -45,11 +45,11 @@ class Display:
         self.console.print(message, markup=False, highlight=False)
 
     def skip(self, work: int) -> None:
-        """Work that was done before."""
+        """Counts work that was not done now, so it says nothing about the speed."""
         self.done += work
 
     def advance(self, work: int, text: str = "") -> None:
-        """Work that has just been done."""
+        """Counts work that was just done."""
         self.done += work
         self._fresh += work
         self.show(text)
@@ -76,7 +76,7 @@ class Display:
     def _left(self) -> str:
         left = max(self.total - self.done, 0)
         spent = time.monotonic() - self._start
-        # The guess counts for as much as a twentieth of the work: early steps say little.
+        # The guess has the weight of a twentieth of the work, since early steps say little.
         trust = self.total / 20
         rate = (spent + self.guess * trust / self.total) / (self._fresh + trust)
         return _clock(left * rate)
@@ -88,7 +88,7 @@ def _clock(seconds: float) -> str:
 
 
 class CellReporter(Reporter):
-    """Shows a training run as a part of the experiment."""
+    """Shows the training of one cell as a part of the experiment."""
 
     def __init__(self, display: Display, label: str, steps: int, work_per_step: int):
         super().__init__(steps, progress=False)

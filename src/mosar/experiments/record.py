@@ -1,4 +1,4 @@
-"""A finished run folder as one small record."""
+"""Summarises a finished run folder in one small record."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from mosar.records import Cell, TrainingRecord
 from mosar.training.config import RunConfig
 from mosar.training.run_folder import read_config, read_data_fingerprint, read_metrics
 
-# Points of the training curve that are kept, each the mean of a span of steps.
+# Points of the stored training curve, each the mean over a span of steps.
 _POINTS = 200
 
 
 def training_record(run: Path, cell: Cell, *, data: Path | None = None) -> TrainingRecord:
-    """What `run` was and how its losses went."""
+    """The configuration and the losses of `run`."""
     import torch
 
     config = read_config(run)
@@ -43,7 +43,7 @@ def training_record(run: Path, cell: Cell, *, data: Path | None = None) -> Train
 
 
 def _portable(config: RunConfig) -> dict[str, Any]:
-    """The configuration with the name of the data's folder alone: a record travels."""
+    """The configuration with only the name of the data folder, not its path."""
     values = config.to_dict()
     values["data"]["folder"] = Path(config.data.folder).name
     return values
@@ -63,7 +63,7 @@ def _data(config: RunConfig, folder: Path | None) -> dict[str, Any]:
 
 
 def _seconds(train: list[dict[str, Any]], config: RunConfig) -> float | None:
-    """From the rates of the lines, each of which covers the steps since the line before."""
+    """From the tokens per second of each line, which cover the steps since the line before."""
     seconds, before = 0.0, 0
     for line in train:
         if not line["tokens_per_second"]:

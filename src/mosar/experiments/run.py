@@ -1,11 +1,11 @@
-"""Runs an experiment: every cell trained, evaluated, recorded; none twice.
+"""Runs an experiment: trains, evaluates and records every cell once.
 
 DIR/experiment.json          what was asked for
 DIR/cells/<cell>/            run folders
 DIR/records/<cell>.jsonl     what a finished cell gave: all that a report reads
 DIR/failures/<cell>.json     why a cell failed; the others go on
 
-A cell is finished when its records are there. An interrupted one goes on from its checkpoint, and
+A cell is finished when its records exist. An interrupted one resumes from its checkpoint, and
 finished evaluations are not computed again.
 """
 
@@ -57,7 +57,7 @@ class ExperimentResult:
     out: Path
     finished: tuple[Cell, ...]
     failed: dict[str, str]
-    """Cell -> why."""
+    """Cell -> reason."""
 
 
 def run_experiment(
@@ -190,7 +190,7 @@ def run_cell(
 
 
 def is_finished(settings: ExperimentSettings, cell: Cell, out: Path) -> bool:
-    """Whether the records of a cell are there, of the configuration that is asked for."""
+    """Whether the records of a cell exist, with the same configuration."""
     path = _records_path(out, cell)
     if not path.exists():
         return False
@@ -234,7 +234,7 @@ def _work(settings: ExperimentSettings, cell: Cell) -> int:
 
 
 def _open(settings: ExperimentSettings, out: Path) -> None:
-    """Makes `out` the folder of this experiment, or finds that it already is."""
+    """Makes `out` the folder of this experiment, or checks that it is."""
     path = out / ASKED
     asked: dict[str, Any] = json.loads(json.dumps(settings.shared()))
     cells = [cell.name for cell in settings.cells()]

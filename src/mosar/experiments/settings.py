@@ -1,4 +1,4 @@
-"""What an experiment consists of: variants x seeds x the values of one axis.
+"""The cells of an experiment: variants x seeds x the values of one axis.
 
 seed k sets train.seed and data.seed: variants of one seed start alike and see the same data
 an axis is a dotted key with values; variants that do not read the key run once, without it
@@ -29,7 +29,7 @@ from mosar.training.config import (
 )
 
 LENGTHS = ("1x", "2x", "4x")
-# Keys that the experiment sets itself, and by which option.
+# Keys that the experiment sets itself, with their options.
 _TAKEN = {"train.seed": "--seeds", "data.seed": "--seeds", "data.folder": "--data"}
 
 
@@ -39,7 +39,7 @@ class Axis:
 
     key: str
     values: tuple[str, ...]
-    """As they are written after `=` in a change."""
+    """As written after `=` in a change."""
 
     @classmethod
     def parse(cls, text: str) -> Axis:
@@ -50,7 +50,7 @@ class Axis:
             raise ValueError(f"a grid is written dotted.key=value,value, got {text!r}")
         if len(set(parts)) < len(parts):
             raise ValueError(f"a grid names each value once, got {text!r}")
-        # Both are checked as changes are: the nearest key is named, a wrong value refused.
+        # Check key and values like changes: an error suggests the nearest key.
         parse_changes([f"{key.strip()}={part}" for part in parts])
         return cls(key=key.strip(), values=parts)
 
@@ -60,7 +60,7 @@ class Axis:
 
 
 def _split(text: str) -> list[str]:
-    """At commas outside of brackets and braces."""
+    """Splits at commas outside brackets and braces."""
     parts, depth = [""], 0
     for character in text:
         depth += (character in "[{") - (character in "]}")
@@ -73,19 +73,19 @@ def _split(text: str) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class ExperimentSettings:
-    """Which cells there are and how each is trained and evaluated; checks itself."""
+    """Which cells there are, and how each is trained and evaluated."""
 
     preset: str
     variants: tuple[str, ...] = PAPER_VARIANTS
     seeds: int = 1
-    """Seeds 0 to this - 1."""
+    """Number of seeds, starting from 0."""
     data: Path
     grid: Axis | None = None
     changes: tuple[str, ...] = ()
     """Like "train.steps=60", for every cell."""
     lengths: tuple[str, ...] = LENGTHS
     eval_tokens: int | None = None
-    """Predicted at each length; None: as many as 64 training steps see."""
+    """Tokens to predict at each length; None: as many as 64 training steps see."""
 
     def __post_init__(self) -> None:
         check_name("preset", self.preset, PRESETS)
@@ -111,7 +111,7 @@ class ExperimentSettings:
         object.__setattr__(self, "data", Path(self.data).absolute())
 
     def cells(self) -> list[Cell]:
-        """Seed by seed, so that one of everything is there early."""
+        """Seed by seed, so that every variant has a result early."""
         return [
             Cell(variant=variant, preset=self.preset, seed=seed, grid=grid)
             for seed in range(self.seeds)
@@ -145,16 +145,16 @@ class ExperimentSettings:
         return any(self.config(cell, vocab_size=1).data.task == "text" for cell in self.cells())
 
     def data_fingerprint(self) -> str | None:
-        """Of the contents of the data; None where no cell reads it."""
+        """A hash of the data's contents; None if no cell reads it."""
         return data_fingerprint(Manifest.read(self.data)) if self.reads_text else None
 
     def check_cells(self) -> None:
-        """A ValueError for what no cell could be run with, before the first one is."""
+        """A ValueError, before the first cell, for settings that no cell could run with."""
         for cell in self.cells():
             self._check_evaluation(self.config(cell))
 
     def _check_evaluation(self, config: RunConfig) -> None:
-        """What would otherwise be found out after hours of training."""
+        """Finds errors that would otherwise appear after hours of training."""
         length = config.model.max_length
         sizes = parse_lengths(self.lengths, length)
         tokens = default_tokens(config) if self.eval_tokens is None else self.eval_tokens
@@ -168,6 +168,6 @@ class ExperimentSettings:
             raise ValueError(str(error)) from None
 
     def shared(self) -> dict[str, Any]:
-        """What all cells of one folder must have in common."""
+        """The settings that all cells of one folder must share."""
         kept = asdict(replace(self, grid=None))
         return {key: kept[key] for key in ("preset", "changes", "lengths", "eval_tokens")}

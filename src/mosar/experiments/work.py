@@ -1,6 +1,6 @@
-"""How much work a cell is, and how long it will take: guessed before it starts, measured after.
+"""How much work a cell is, and a guess of how long it takes.
 
-The unit is one token through the model forward; a training step costs three of them a token.
+The unit of work is one token in a forward pass; training a token takes three.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from mosar.training.config import RunConfig
 from mosar.training.learner import Learner
 
 _TRAINING = 3
-# Steps before the clock starts, and timed: the quickest counts, since others only disturb. No more
-# than so many seconds are spent on it.
+# Steps of warm-up, timed steps, and the most seconds to spend. The fastest step counts, since other
+# processes only slow steps down.
 _WARM_UP, _TIMED, _SECONDS = 1, 8, 10.0
-# Models beyond this are not built for a guess: their arithmetic is counted instead.
+# Larger models are not built for a guess: their operations are counted instead.
 _LARGE = 50_000_000
 # The share of a large matrix product's speed that a large model's step reaches.
 _EFFICIENCY = 0.5
@@ -47,17 +47,17 @@ def evaluation_work(settings: ExperimentSettings, config: RunConfig) -> int:
     sizes = parse_lengths(settings.lengths, config.model.max_length)
     tokens = settings.eval_tokens or 64 * config.tokens_per_step
     if config.data.task == "text":
-        # Two splits are small enough to look at; the validation one bounds the text.
+        # There is no more text than the validation split has.
         tokens = min(tokens, TokenStream(config.data.folder, "valid", verify=False).num_tokens)
     routed = config.attention.geometry_class.routed
-    # Attention grows with the length; at these sizes the rest of the model outweighs it.
+    # Attention grows with the length, but at these sizes the rest of the model outweighs it.
     return (len(milestones(config)) + 1) * len(sizes) * tokens * (4 if routed else 1)
 
 
 def guess_seconds(
     settings: ExperimentSettings, cells: list[Cell], steps_done: Callable[[Cell], int]
 ) -> float:
-    """Seconds that the cells will take on this machine, from a few real steps of the first."""
+    """Seconds that the cells will take on this machine, from a few real steps of the first one."""
     per_unit = _seconds_per_unit(settings, cells)
     work = 0.0
     for cell in cells:
@@ -68,7 +68,7 @@ def guess_seconds(
 
 
 def _seconds_per_unit(settings: ExperimentSettings, cells: list[Cell]) -> float:
-    """Of the first cell that runs; 0 where none does."""
+    """Measured on the first cell that runs; 0 if none does."""
     for cell in cells:
         config = settings.config(cell)
         try:
@@ -77,13 +77,13 @@ def _seconds_per_unit(settings: ExperimentSettings, cells: list[Cell]) -> float:
             parameters = sum(parameter.numel() for parameter in decoder.parameters())
             return _counted(parameters) if parameters > _LARGE else _measured(config)
         except (RuntimeError, MemoryError, ValueError):
-            # What stops this cell is said when it is its turn; the others go on.
+            # The error is reported when this cell runs; try the next one.
             continue
     return 0.0
 
 
 def _measured(config: RunConfig) -> float:
-    """Seconds a unit, from real steps that nobody keeps."""
+    """Seconds per unit, from real steps that are discarded."""
     learner = Learner.of(config, open_batches(config))
     begin, quickest = time.perf_counter(), math.inf
     for step in range(1, 1 + _WARM_UP + _TIMED):
@@ -97,7 +97,7 @@ def _measured(config: RunConfig) -> float:
 
 
 def _counted(parameters: int) -> float:
-    """Seconds a unit: two operations a parameter, at the speed of a matrix product."""
+    """Seconds per unit: two operations per parameter, at the speed of a matrix product."""
     size = 1024
     a, b = torch.randn(2, size, size)
     torch.mm(a, b)

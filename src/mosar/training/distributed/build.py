@@ -22,16 +22,16 @@ DATA, SHARD, TENSOR = "data", "shard", "tensor"
 def build_decoder(
     config: RunConfig, mesh: Mesh, devices: DeviceMesh, *, initialise: bool
 ) -> Decoder:
-    """This process's part; with `initialise` the numbers are those of the undivided decoder."""
+    """This process's part of a decoder, with the same initial values as an undivided decoder."""
     with torch.device("meta"):
         decoder = Decoder(config.model, config.attention)
     if mesh.tensor > 1:
         along = devices[TENSOR]
         split_decoder(decoder, TensorRanks(along, along.get_local_rank(), mesh.tensor))
     if mesh.uses_fsdp:
-        # A warning for models that write into what a layer gave them, which ours does not.
+        # This warning is for models that change a layer's output in place; ours does not.
         warnings.filterwarnings("ignore", message=".*returned a view tensor")
-        # With copies (HSDP) parameters are divided along the second dimension alone.
+        # With copies (HSDP), parameters are divided along the second mesh dimension only.
         along = devices[DATA, SHARD] if mesh.data > 1 else devices[SHARD]
         for module in (*decoder.layers, decoder):
             fully_shard(module, mesh=along, shard_placement_fn=partial(_placement, mesh.shard))
@@ -42,7 +42,7 @@ def build_decoder(
 
 
 def _placement(ranks: int, parameter: nn.Parameter) -> Shard | None:
-    """Along which dimension FSDP divides a parameter; None: the first, as it does by itself.
+    """The dimension along which FSDP divides a parameter; None: its default, the first.
 
     The first one of routers counts their groups, often one: all but one process would get padding.
     """
@@ -54,7 +54,7 @@ def _placement(ranks: int, parameter: nn.Parameter) -> Shard | None:
 
 
 def split_dim(parameter: Tensor, axis: str) -> int | None:
-    """The dimension along which processes of an axis divide a parameter; None: they do not."""
+    """The dimension along which an axis divides a parameter; None: not divided."""
     if not isinstance(parameter, DTensor):
         return None
     names = parameter.device_mesh.mesh_dim_names or ()
@@ -66,10 +66,10 @@ def split_dim(parameter: Tensor, axis: str) -> int | None:
 
 @torch.no_grad()
 def _initialise(decoder: Decoder, seed: int, devices: DeviceMesh) -> None:
-    """One whole parameter at a time, of which the own part is kept."""
+    """Initialises one whole parameter at a time and keeps this process's part."""
     for name, parameter in decoder.named_parameters():
         own = local(parameter.detach())
-        # On the CPU, as for one process: another device draws other numbers.
+        # On the CPU, as for one process: another device draws different numbers.
         part = torch.empty(parameter.shape, dtype=own.dtype)
         decoder.init_parameter(name, part, seed)
         for axis in (TENSOR, SHARD):
@@ -77,6 +77,6 @@ def _initialise(decoder: Decoder, seed: int, devices: DeviceMesh) -> None:
             if dim is not None:
                 parts = part.chunk(devices[axis].size(), dim)
                 rank = devices[axis].get_local_rank()
-                # Where there are more processes than rows, the last ones have none.
+                # If there are more processes than rows, the last ones have none.
                 part = parts[rank] if rank < len(parts) else part.narrow(dim, 0, 0)
         own.copy_(part)

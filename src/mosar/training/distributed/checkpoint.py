@@ -47,7 +47,7 @@ def write_checkpoint(
     step: int,
     state: dict[str, Any],
 ) -> Path:
-    """Writes one together; where a process cannot, all raise and nothing half-written stays."""
+    """Writes a checkpoint together; if one process fails, all raise and no partial file stays."""
     beside = unfinished_path(folder, step)
     try:
         team.from_first(lambda: begin_checkpoint(folder, step))
@@ -72,7 +72,7 @@ def write_checkpoint(
 
 
 def read_checkpoint(names: Names, optimizers: Optimizers, checkpoint: Checkpoint) -> None:
-    """Puts parameters and optimizer back, each process reading what is its own."""
+    """Restores parameters and optimizer; each process reads its own part."""
     (optimizer,) = optimizers
     reader = HuggingFaceStorageReader(str(checkpoint.path))
     saved = reader.read_metadata().state_dict_metadata
@@ -88,7 +88,7 @@ def read_checkpoint(names: Names, optimizers: Optimizers, checkpoint: Checkpoint
         if saved[key].size == parameter.shape:  # pyright: ignore[reportAttributeAccessIssue]
             value = torch.zeros_like(parameter.detach())
         else:
-            # The count of steps; a fused optimizer keeps it beside the parameter.
+            # The step count; a fused optimizer keeps it on the parameter's device.
             value = torch.zeros(saved[key].size, device=parameter.device)  # pyright: ignore[reportAttributeAccessIssue]
         optimizer.state[parameter][entry] = tensors[key] = value
     load(tensors, storage_reader=reader)
@@ -96,7 +96,7 @@ def read_checkpoint(names: Names, optimizers: Optimizers, checkpoint: Checkpoint
 
 def _save(names: Names, optimizers: Optimizers, folder: Path) -> None:
     parameters = {name: parameter.detach() for parameter, name in names.items()}
-    # In order: which process writes what several hold follows from it.
+    # Sorted: the order decides which process writes a tensor that several hold.
     state = dict(sorted(optimizer_tensors(optimizers, names).items()))
     tensors = parameters | state
     files = {key: PARAMETERS if key in parameters else OPTIMIZER_STATE for key in tensors}
@@ -106,7 +106,7 @@ def _save(names: Names, optimizers: Optimizers, folder: Path) -> None:
     try:
         save(tensors, storage_writer=writer)
     except CheckpointException as error:
-        # All processes raise it, with what went wrong in each of those that failed.
+        # All processes raise it, with the reason of each one that failed.
         cause = next(iter(error.failures.values()))[0]
         if isinstance(cause, OSError):
             raise OSError(cause.errno, cause.strerror, cause.filename or str(folder)) from None

@@ -1,4 +1,4 @@
-"""A run that several processes wrote, as the run folder that one process writes."""
+"""Turns the run folder of several processes into that of one process."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from mosar.training.run_folder import (
 
 
 def consolidate(run: Path, out: Path, step: int | None = None) -> int:
-    """Writes one checkpoint of `run`, whole, into the new run folder `out`; its step.
+    """Writes one checkpoint of `run` into the new run folder `out`; returns its step.
 
-    By default the newest. `run` is only read; `out` goes on in one process, or on any mesh.
+    By default the newest. `run` is only read; `out` can be resumed in one process or on any mesh.
     """
     steps = checkpoints.list_steps(run / CHECKPOINTS)
     if not steps:
@@ -41,7 +41,7 @@ def consolidate(run: Path, out: Path, step: int | None = None) -> int:
         kept = ("config_hash", "rng", "environment")
         state = {key: checkpoint.state[key] for key in kept} | {"mesh": None}
         if (run / METRICS).exists():
-            # Checked as a whole here; the copy is cut to the checkpoint.
+            # Check all of it here; the copy is truncated to the checkpoint.
             read_metrics(run)
             replace_synced(folder / METRICS, (run / METRICS).read_bytes())
             state["metrics"] = truncate_metrics(folder / METRICS, step)

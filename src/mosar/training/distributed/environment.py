@@ -1,4 +1,4 @@
-"""What a launcher (torchrun, or one that sets the same variables) says about this process."""
+"""The rank of this process, from torchrun or a launcher that sets the same variables."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from mosar.errors import TrainingError
 
 
 def launched() -> tuple[int, int]:
-    """This process's number and how many a launcher (torchrun, or one that sets the same) started.
+    """The rank of this process, and the number of processes.
 
-    The variables of the environment are those of torch.distributed; a TrainingError where they do
-    not belong together.
+    From the environment variables of torch.distributed; a TrainingError if they contradict each
+    other.
     """
     processes = _from_environment("WORLD_SIZE", "1")
     if processes == 1:

@@ -1,4 +1,4 @@
-"""The team that a configuration and the launcher's environment ask for."""
+"""Makes the team of processes for a configuration and a launcher's environment."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mosar.training.distributed.team import Team
 
 
 def open_team(config: RunConfig) -> Team:
-    """The team of this process; a TrainingError where `config.distributed` does not fit it."""
+    """The team of this process; a TrainingError if `config.distributed` does not fit."""
     rank, processes = launched()
     if processes == 1 and config.distributed == DistributedConfig(
         timeout=config.distributed.timeout

@@ -17,7 +17,7 @@ from mosar.training.distributed.share import Share
 
 
 class Mesh(NamedTuple):
-    """How many processes there are along each axis; process numbers run along `tensor` first."""
+    """The number of processes along each axis; ranks increase along `tensor` first."""
 
     data: int = 1
     shard: int = 1
@@ -29,20 +29,20 @@ class Mesh(NamedTuple):
 
     @property
     def num_shares(self) -> int:
-        """Parts into which a batch is divided."""
+        """The number of parts of a batch."""
         return self.data * self.shard
 
     @property
     def uses_fsdp(self) -> bool:
-        """Plain copies of an undivided model are left to DDP."""
+        """False for plain copies of an undivided model, which DDP trains."""
         return self.shard > 1 or (self.data > 1 and self.tensor > 1)
 
     def share(self, rank: int) -> Share:
-        """Processes that differ along `tensor` alone see the same windows."""
+        """The part of the batch of a rank; ranks along `tensor` have the same windows."""
         return Share(rank // self.tensor, self.num_shares)
 
     def copies_keys(self, num_kv_heads: int) -> bool:
-        """Whether each process along `tensor` holds all key heads: there are too few to divide."""
+        """Whether there are too few key heads to divide, so each process along `tensor` has all."""
         return num_kv_heads < self.tensor
 
 
@@ -90,7 +90,7 @@ def _resolve(config: RunConfig, processes: int) -> Mesh:
 def split_obstacle(
     model: ModelConfig, attention: AttentionConfig, tensor: int, named: str
 ) -> str | None:
-    """Why `tensor` processes cannot divide a layer, as the user `named` them; None if they can."""
+    """Why `tensor` processes cannot divide a layer; None if they can. `named`: the option."""
     if tensor == 1:
         return None
     for name in ("num_heads", "ffn_size"):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 
 def copy(group: dist.ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors, equal in all processes, each of which goes on with a part of its own."""
+    """Passes on tensors that are equal in all processes; gradients are summed."""
     return _Copy.apply(group, *tensors)  # pyright: ignore[reportReturnType]
 
 
@@ -45,7 +45,7 @@ class _Copy(torch.autograd.Function):
             total = gradients[0].contiguous().clone()
             dist.all_reduce(total, group=ctx.group)
             return None, total
-        # One message for all.
+        # All in one message.
         flat = torch.cat([gradient.flatten() for gradient in gradients])
         dist.all_reduce(flat, group=ctx.group)
         parts = flat.split([gradient.numel() for gradient in gradients])

@@ -1,4 +1,4 @@
-"""The team of several processes: what the training loop asks, answered over the mesh.
+"""The team of several processes, for the training loop.
 
 data x shard    processes that see different windows: gradients and figures are averaged
 tensor          processes that see the same windows and divide each layer
@@ -39,7 +39,7 @@ Value = TypeVar("Value")
 
 
 class ProcessTeam(Team):
-    """One of the processes that a launcher started; all call the same methods in the same order."""
+    """One process of a launcher; all processes call the same methods in the same order."""
 
     def __init__(self, config: RunConfig, mesh: Mesh):
         self.config, self.mesh = config, mesh
@@ -68,7 +68,7 @@ class ProcessTeam(Team):
             )
             yield
             if mine:
-                # Not after an error: those who are left would wait for those who are not.
+                # Not after an error: the remaining processes would wait for those that ended.
                 dist.barrier()
                 dist.destroy_process_group()
 
@@ -80,7 +80,7 @@ class ProcessTeam(Team):
         backend = "gloo"
         if self._device_type == "cuda":
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-            # What is said about the run, and not in it, goes through the CPU.
+            # Messages about the run go through the CPU.
             backend = "cpu:gloo,cuda:nccl"
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
         if missing:
@@ -92,7 +92,7 @@ class ProcessTeam(Team):
 
     @contextmanager
     def _losses(self) -> Iterator[None]:
-        """Turns what the communication raises into one line."""
+        """Turns errors of the communication into one line."""
         try:
             yield
         except TrainingError:
@@ -141,13 +141,13 @@ class ProcessTeam(Team):
         return answer["value"]
 
     def gather(self, value: Value) -> list[Value]:
-        """Every process's value."""
+        """The values of all processes."""
         values: list[Any] = [None] * self.num_processes
         dist.all_gather_object(values, value)
         return values
 
     def build_decoder(self, config: RunConfig, *, initialise: bool) -> Decoder:
-        # DDP's first pass is through it before a checkpoint is read, and needs numbers.
+        # DDP's first pass runs before a checkpoint is read, and needs initial values.
         initialise = initialise or self._uses_ddp
         return build_decoder(config, self.mesh, self.devices, initialise=initialise)
 
@@ -156,7 +156,7 @@ class ProcessTeam(Team):
         return self.mesh.data > 1 and not self.mesh.uses_fsdp
 
     def adapt_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """DTensors and plain tensors cannot be updated by one fused call: groups of either."""
+        """Separates DTensors from plain tensors, which one fused update cannot mix."""
         groups = []
         for group in optimizer.param_groups:
             for is_split in (True, False):
@@ -182,7 +182,7 @@ class ProcessTeam(Team):
         return self._ddp
 
     def _settle_buckets(self) -> None:
-        """A pass that nobody keeps, after which DDP orders its messages for good.
+        """Runs a discarded pass, after which DDP keeps the order of its messages.
 
         It does so once, after the first gradient, and with three processes or more the order of a
         sum depends on the place in a message: a run that goes on would differ in the last bits.
@@ -196,7 +196,7 @@ class ProcessTeam(Team):
         self._ddp.zero_grad(set_to_none=True)
 
     def accumulating(self, more: bool) -> AbstractContextManager[object]:
-        # FSDP reduces after every pass: the gradient of a whole model is what it must not hold.
+        # FSDP reduces after every pass, since it must not hold the gradient of the whole model.
         return self._ddp.no_sync() if more and self._ddp is not None else nullcontext()
 
     def end_evaluation(self, decoder: Decoder) -> None:
@@ -214,10 +214,10 @@ class ProcessTeam(Team):
             if parameter.grad is not None:
                 part = split if split_dim(parameter, TENSOR) is not None else whole
                 part.append(local(parameter.grad))
-        # Each number of the gradient once: those that several processes hold count in one.
+        # Count each element once, also if several processes hold it.
         square = _square(split)
         self._add(square, TENSOR)
-        # Not in place: of no gradients at all the norm is a number on the CPU.
+        # Not in place: without any gradient, the norm is a number on the CPU.
         square = square + _square(whole)
         if self.mesh.uses_fsdp:
             self._add(square, SHARD)
@@ -258,7 +258,7 @@ class ProcessTeam(Team):
 
 
 class _Pass(nn.Module):
-    """An objective and its decoder as one module, for DDP to see where a pass begins."""
+    """An objective and its decoder as one module, so that DDP sees where a pass begins."""
 
     def __init__(self, objective: Objective, decoder: Decoder):
         super().__init__()

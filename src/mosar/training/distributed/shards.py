@@ -1,4 +1,4 @@
-"""Tensors that several processes wrote in parts: whose parts they are, and the whole again.
+"""Reads tensors that several processes wrote in parts.
 
     shard-00001-model-00001-of-00002.safetensors   process 1's parts of the parameters
     shard-00001-model-00002-of-00002.safetensors   process 1's parts of the optimizer's state
@@ -24,7 +24,7 @@ _SUFFIX = "-model-{kind:05d}-of-00002.safetensors"
 
 
 def shard_prefix(rank: int) -> str:
-    """How the files of a process begin."""
+    """The prefix of a process's files."""
     return _PREFIX.format(process=rank + 1)
 
 
@@ -35,7 +35,7 @@ def shards_of(names: Iterable[str], kind: int) -> list[str]:
 
 
 def assemble(files: Iterable[Path]) -> dict[str, Tensor]:
-    """The whole tensors; a ValueError where their parts leave a gap."""
+    """The whole tensors; a ValueError if a part is missing."""
     parts: dict[str, list[tuple[list[int], Tensor]]] = {}
     for file in files:
         with safe_open(file, "pt") as opened:

@@ -1,4 +1,4 @@
-"""Who trains together: this process alone, or the processes that a launcher started.
+"""The processes that train together: this one alone, or those of a launcher.
 
 The loop asks its team wherever several processes act as one. `Team` is one process, to which most
 questions are trivial; `process_team` holds the team of several, and is imported only for them.
@@ -31,23 +31,23 @@ class Team:
 
     share = WHOLE
     is_first = True
-    """Whether this process writes the run folder and speaks."""
+    """Whether this process writes the run folder and prints."""
     num_processes = 1
 
     def running(self, out: Path) -> AbstractContextManager[object]:
-        """While the processes of the team train into `out`."""
+        """A context for training into `out`."""
         return nullcontext()
 
     def together(self) -> AbstractContextManager[object]:
-        """Around what every process must manage: if one fails, all do."""
+        """A context for what every process must do: if one fails, all fail."""
         return nullcontext()
 
     def from_first(self, action: Callable[[], Value]) -> Value:
-        """What `action` returns to the first process, a plain value; or its error."""
+        """The plain value that `action` returns in the first process, or its error."""
         return action()
 
     def describe(self) -> dict[str, int] | None:
-        """The mesh, for the record; None where there is one process."""
+        """The mesh, for records; None for one process."""
         return None
 
     def build_decoder(self, config: RunConfig, *, initialise: bool) -> Decoder:
@@ -57,21 +57,21 @@ class Team:
         return decoder.to(config.train.device)
 
     def adapt_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Changes what an optimizer of this team's parameters needs changed."""
+        """Adapts an optimizer to this team's parameters."""
 
     def forward_fn(self, objective: Objective, decoder: Decoder) -> Callable[..., Terms]:
-        """What a pass calls: tokens, what comes with them, and `step=`."""
+        """The function of a pass: takes a batch and `step=`."""
         return partial(objective, decoder)
 
     def accumulating(self, more: bool) -> AbstractContextManager[object]:
-        """Around a pass and its gradient, `more` of which follow in the same update."""
+        """A context for a pass and its gradient; `more`: other passes of the update follow."""
         return nullcontext()
 
     def end_evaluation(self, decoder: Decoder) -> None:
-        """After the passes of an evaluation."""
+        """Called after the passes of an evaluation."""
 
     def sum(self, values: Tensor) -> Tensor:
-        """The sum over the shares of a batch; may be in place."""
+        """The sum over all processes; may work in place."""
         return values
 
     def gradient_norm(self, parameters: Iterable[Tensor]) -> Tensor:
@@ -79,7 +79,7 @@ class Team:
         return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
 
     def bad_gradients(self, parameters: Iterable[Tensor]) -> list[bool]:
-        """Of each parameter, whether some of its gradient is not finite."""
+        """For each parameter, whether its gradient is not finite."""
         return [p.grad is not None and not bool(p.grad.isfinite().all()) for p in parameters]
 
     def clip(self, parameters: Iterable[Tensor], most: float, norm: Tensor) -> None:
@@ -87,7 +87,7 @@ class Team:
         torch.nn.utils.clip_grads_with_norm_(list(parameters), most, norm)
 
     def stopped(self, stop: StopRequest) -> bool:
-        """Whether any process was asked to stop; then `stop` says so in all of them."""
+        """Whether any process was asked to stop; then `stop` is set in all of them."""
         return bool(stop)
 
     def write_checkpoint(
@@ -98,14 +98,14 @@ class Team:
         return checkpoints.write_checkpoint(folder, step, model, tensors, state)
 
     def read_checkpoint(self, names: Names, optimizers: Optimizers, checkpoint: Checkpoint) -> None:
-        """Puts parameters and optimizers back."""
+        """Restores parameters and optimizers."""
         checkpoints.load_parameters(names, checkpoint)
         checkpoints.restore_optimizers(optimizers, names, checkpoint.optimizer())
 
 
 @contextmanager
 def held_by_first(team: Team, hold: AbstractContextManager[object]) -> Iterator[None]:
-    """Enters `hold` in the first process; where that fails, everywhere."""
+    """Enters `hold` in the first process; a failure there is raised in all."""
     team.from_first(lambda: hold.__enter__())
     try:
         yield

@@ -36,7 +36,7 @@ from mosar.training.distributed.operators import add, common, copy
 
 @dataclass(frozen=True)
 class TensorRanks:
-    """The processes that divide a layer, as one of them sees it."""
+    """The processes that divide a layer, seen from one of them."""
 
     mesh: DeviceMesh
     """One dimension."""
@@ -49,7 +49,7 @@ class TensorRanks:
 
 
 def split_decoder(decoder: Decoder, ranks: TensorRanks) -> None:
-    """Divides the layers of a decoder that has no storage yet; parameters keep their names."""
+    """Divides the layers of a decoder on the meta device; parameters keep their names."""
     for layer in decoder.layers:
         assert isinstance(layer.attention, Attention) and isinstance(layer.ffn, FeedForward)
         _split_attention(layer.attention, ranks)
@@ -57,12 +57,12 @@ def split_decoder(decoder: Decoder, ranks: TensorRanks) -> None:
 
 
 def local(parameter: Tensor) -> Tensor:
-    """This process's part of a parameter, or the whole where it is not divided."""
+    """This process's part of a parameter, or all of it if it is not divided."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 class ColumnLinear(nn.Module):
-    """Some of the outputs of a linear layer: its weight divided by rows."""
+    """A linear layer with its weight divided by rows: some of the outputs."""
 
     def __init__(self, whole: nn.Linear, ranks: TensorRanks):
         super().__init__()
@@ -73,7 +73,7 @@ class ColumnLinear(nn.Module):
 
 
 class RowLinear(nn.Module):
-    """All outputs from some of the inputs: its weight divided by columns, partial sums added."""
+    """A linear layer with its weight divided by columns: partial sums are added."""
 
     def __init__(self, whole: nn.Linear, ranks: TensorRanks):
         super().__init__()
@@ -128,7 +128,7 @@ def _split_attention(attention: Attention, ranks: TensorRanks) -> None:
 
 @dataclass(frozen=True)
 class HeadSplit:
-    """Which heads of a layer are this process's."""
+    """The heads of a layer that this process has."""
 
     ranks: TensorRanks
     num_kv_heads: int
@@ -148,7 +148,7 @@ class HeadSplit:
 
 
 class _SplitHeads(Geometry):
-    """Before another geometry: the keys and values that this process's queries read."""
+    """Selects the keys and values that this process's queries read, for another geometry."""
 
     heads: HeadSplit
 
@@ -159,7 +159,7 @@ class _SplitHeads(Geometry):
 class _SplitMoSAR(MoSAR):
     heads: HeadSplit
     keeps_groups: bool
-    """Whether this process has routing groups of its own."""
+    """Whether this process has its own routing groups."""
 
     def route(self, q: Tensor, k: Tensor) -> LayerRouting:
         q, k = q.transpose(1, 2), k.transpose(1, 2)
@@ -179,7 +179,7 @@ class _SplitMoSAR(MoSAR):
         self, q: Tensor, k: Tensor, v: Tensor, bias: LabelBias | MixtureBias, **options: Any
     ) -> Any:
         if not self.keeps_groups and isinstance(bias, MixtureBias):
-            # Each process's heads use the one routing: what they want of it is added up.
+            # All heads use the same routing, so the gradients of all processes are added.
             query, key = copy(self.heads.ranks.group, bias.query, bias.key)
             bias = replace(bias, query=query, key=key)
         elif not self.keeps_groups and isinstance(bias, LabelBias) and bias.learned is not None:
@@ -196,7 +196,7 @@ def _decide(router: PostPositionRouter, hidden_BGTH: Tensor) -> RouterOutput:
 def _split_geometry(geometry: Geometry, heads: HeadSplit) -> Geometry:
     kind, ranks = type(geometry), heads.ranks
     if not isinstance(geometry, MoSAR):
-        # Heads that attend on their own need nothing but their own keys.
+        # Heads that attend separately need only their own keys.
         split = type(f"Split{kind.__name__}", (_SplitHeads, kind), {})(
             geometry.attention, geometry.shape
         )
