@@ -20,14 +20,14 @@ from torch import Tensor
 from mosar.attention import Routing, attend
 from mosar.geometries import Attended, LayerRouting, MoSAR
 
-# Masses below the least count as it; each bin is 0.1 % wider than the one before.
+# Smaller masses count as _LEAST; each bin is 0.1 % wider than the one before.
 _LEAST, _BINS = 1e-9, 20_000
 
 
 def discarded_mass(
     geometry: MoSAR, q: Tensor, k: Tensor, v: Tensor, routed: LayerRouting, options: dict[str, Any]
 ) -> Tensor:
-    """[B, H, T] float64, of what `attend` of one layer was given."""
+    """The mass of each row, [B, H, T] float64, from the arguments of one layer's `attend`."""
     top1, sparse = (
         attend(q, k, v, routed.bias(geometry.config, routing), return_lse=True, **options)[1]
         for routing in ("top1", "sparse")

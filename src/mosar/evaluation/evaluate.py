@@ -67,7 +67,7 @@ def evaluate(
         source, measure = Questions(loaded, sizes, tokens), evaluate_retrieval
     fields = {"cell": cell, "step": loaded.step, "train_length": loaded.train_length}
     with _writing(run):
-        # Before anything is computed: a folder that cannot be written to should say so now.
+        # A folder that cannot be written to must fail before anything is computed.
         (run / EVALUATIONS).mkdir(exist_ok=True)
     records: list[Any] = []
     for length in sizes:
@@ -100,7 +100,7 @@ def _stored(
     source: ValidationText | Questions,
     inputs: dict[str, Any],
 ) -> list[Evaluation]:
-    """What is there of a length; all routings or none, their times being taken in turn."""
+    """Stored records of a length: all routings or none, since they are timed in turn."""
     found = [read_evaluation(loaded.run, loaded.step, length, routing, say) for routing in routings]
     same = [r for r in found if r and r.inputs == inputs and source.is_measured_by(r)]
     return same if len(same) == len(routings) else []

@@ -36,12 +36,12 @@ from mosar.training.run_folder import (
 
 @dataclass(frozen=True)
 class LoadedRun:
-    """One checkpoint, ready to be asked."""
+    """One checkpoint, ready for evaluation."""
 
     run: Path
     config: RunConfig
     data_fingerprint: str
-    """Of what it was trained on."""
+    """The fingerprint of its training data."""
     step: int
     checksum: str
     """sha256 of the parameters."""
@@ -104,7 +104,7 @@ class LoadedRun:
 
     @contextmanager
     def executing(self, routing: str, length: int) -> Iterator[Routing]:
-        """Executes texts of this length as records name it; gives the routing of the operators."""
+        """Executes texts of this length in a routing or mode; yields the operators' routing."""
         mode = routing if routing in self.geometry.modes else None
         for geometry in self.decoder.geometries:
             geometry.enter_mode(mode, length)
@@ -120,7 +120,7 @@ class LoadedRun:
 
     @property
     def cell(self) -> Cell:
-        """What a record says of a run that stands alone."""
+        """The cell of a run that is in no experiment."""
         config = self.config
         return Cell(
             variant=config.variant or config.attention.geometry,

@@ -60,7 +60,7 @@ class LossTally:
 
     @property
     def stderr(self) -> float:
-        """Of the mean, from the windows' own means; 0 where there is only one."""
+        """Standard error of the mean, from the windows' own means; 0 for a single window."""
         if self.windows < 2:
             return 0.0
         return float(torch.tensor(self._windows, dtype=torch.float64).std()) / self.windows**0.5

@@ -32,7 +32,7 @@ HARD = ("top1", "sparse")
 
 @dataclass
 class _Tally:
-    """What one routing gave so far."""
+    """Results of one routing so far."""
 
     loss: LossTally
     routing: RoutingTally | None
@@ -65,7 +65,7 @@ def evaluate_length(
     advance: Callable[[], None],
     **fields: Any,
 ) -> list[EvaluationRecord]:
-    """One record a routing, with `fields`; `advance` is called after each batch."""
+    """One record per routing, with `fields`; `advance` is called after each batch."""
     tallies = {routing: _tally(loaded, length) for routing in routings}
     geometries = loaded.decoder.geometries
     weighs = loaded.geometry.routed and set(HARD) & set(routings)

@@ -1,4 +1,4 @@
-"""How far an evaluation has come, on stderr: a bar, or a line a length."""
+"""Progress of an evaluation on stderr: a bar, or one line per length."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def say(message: str) -> None:
 
 @contextmanager
 def length_progress(label: str, total: int, *, enabled: bool) -> Iterator[Callable[[], None]]:
-    """Gives what to call after each of `total` passes."""
+    """Yields a function to call after each of `total` passes."""
     console = Console(stderr=True, soft_wrap=True)
     if enabled and not console.is_terminal:
         console.print(label, markup=False, highlight=False)

@@ -3,7 +3,7 @@
 An answer is right where every token of it is the most likely one after the right tokens before it:
 what greedy decoding would say. Distances are grouped by octaves (2^(i-1), 2^i], cut at the reaches.
 
-Shapes: B windows, A answers a window, K tokens an answer, C hidden size.
+Shapes: B windows, A answers per window, K tokens per answer, C hidden size.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def check_questions(
 
 
 class Questions:
-    """The windows that one evaluation asks: as many tokens at every length."""
+    """The windows of one evaluation, with the same number of tokens at every length."""
 
     def __init__(self, loaded: LoadedRun, lengths: Sequence[int], tokens: int | None = None):
         self.task: Task = TASKS[loaded.config.data.task](loaded.train_length)
@@ -46,7 +46,7 @@ class Questions:
         check_questions(self.task, loaded.train_length, lengths, self.tokens)
 
     def is_measured_by(self, record: Record) -> bool:
-        """Whether a record is of as many questions."""
+        """Whether a record has the same number of questions."""
         if not isinstance(record, RetrievalRecord):
             return False
         return record.answers == self.windows(record.length) * self.task.answers
@@ -61,7 +61,7 @@ class Questions:
         size = self._size(length)
         for start in range(0, self.windows(length), size):
             indices = range(start, min(start + size, self.windows(length)))
-            # Apart from what the training saw and what it validated on; the same for every run.
+            # A split of its own, neither trained nor validated on; the same for every run.
             yield make_windows(self.task, indices, length, split="test")
 
     def _size(self, length: int) -> int:
@@ -77,7 +77,7 @@ def evaluate_retrieval(
     advance: Callable[[], None],
     **fields: Any,
 ) -> list[RetrievalRecord]:
-    """One record a routing, with `fields`; `advance` is called after each batch."""
+    """One record per routing, with `fields`; `advance` is called after each batch."""
     right: dict[str, list[Tensor]] = {routing: [] for routing in routings}
     distances = []
     for windows in questions.batches(length):
@@ -113,7 +113,7 @@ def answer(loaded: LoadedRun, windows: TaskWindows, routing: str) -> Tensor:
 
 
 def distance_bounds(length: int, reaches: Any = ()) -> list[int]:
-    """Where groups of distances begin, the end last; a reach is the last of its group."""
+    """Where groups of distances begin, then the end; a reach is the last distance of its group."""
     octaves = {1, *(2**octave + 1 for octave in range(length.bit_length() + 1))}
     cuts = {math.floor(reach) + 1 for reach in reaches}
     return sorted(bound for bound in octaves | cuts if bound <= 2 * length)

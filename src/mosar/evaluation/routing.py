@@ -17,10 +17,10 @@ from mosar.core.config import MoSARConfig
 from mosar.core.losses import normalized_reach_cost
 from mosar.geometries import LayerRouting
 
-# Labels are kept of so many tokens of the first window, and of no more than the training length.
+# How many labels of the first window are kept, at most the training length.
 EXAMPLE_TOKENS = 2048
 ROLES = ("query", "key")
-# What a record says of a pass without routers.
+# The fields of a record without routers.
 NO_ROUTING: dict[str, Any] = {
     **{"reach_soft": None, "reach_top1": None, "shares_soft": {}, "shares_top1": {}},
     **{"regimes": [], "example_labels": {}},
@@ -52,7 +52,7 @@ class RoutingTally:
         letters = regime_letters([regime.name for regime in self.config.regimes])
         kept = min(self.config.max_length, EXAMPLE_TOKENS)
         for index, role in enumerate(ROLES):
-            # Of more than one routing group the first.
+            # With several routing groups, the first.
             labels = [r.labels[index].flatten(0, -2)[0, :kept].tolist() for r in routings]
             self.example_labels[role] = ["".join(letters[m] for m in layer) for layer in labels]
 
@@ -62,12 +62,12 @@ class RoutingTally:
         return dict(zip(ROLES, shares.tolist(), strict=True))
 
     def reach(self, *, top1: bool) -> float:
-        # Linear in the probabilities: that of their means is the mean of all.
+        # Reach is linear in the probabilities: the reach of the mean is the mean reach.
         shares = (self._top1 if top1 else self._soft) / self._tokens
         return float(normalized_reach_cost(shares[0], shares[1], self.config, self.length))
 
     def record_fields(self) -> dict[str, Any]:
-        """What a record says of the routers."""
+        """The fields of a record about the routers."""
         return {
             "reach_soft": self.reach(top1=False),
             "reach_top1": self.reach(top1=True),
@@ -79,7 +79,7 @@ class RoutingTally:
 
 
 def regime_letters(names: Sequence[str]) -> list[str]:
-    """A letter for each regime: the first of its name that no other one has taken."""
+    """A letter for each regime: the first of its name that is still free."""
     taken: list[str] = []
     for name in names:
         taken.append(next(c for c in (*name, *ascii_uppercase, *digits) if c not in taken))

@@ -1,4 +1,4 @@
-"""The evaluations of a run folder: one record a file, whole or not there.
+"""The evaluations of a run folder: one record per file, written whole or not at all.
 
 RUN/evaluations/step-00001600-len-02048-sparse.json
 """
@@ -20,7 +20,7 @@ def evaluation_path(run: Path, step: int, length: int, routing: str) -> Path:
 
 
 def write_evaluation(run: Path, record: Evaluation) -> Path:
-    """Writes one, in place of an older one of the same step, length and routing."""
+    """Writes a record, replacing an older one of the same step, length and routing."""
     path = evaluation_path(run, record.step, record.length, record.routing)
     path.parent.mkdir(exist_ok=True)
     replace_synced(path, record_line(record))
@@ -30,7 +30,7 @@ def write_evaluation(run: Path, record: Evaluation) -> Path:
 def read_evaluation(
     run: Path, step: int, length: int, routing: str, report: Callable[[str], None]
 ) -> Evaluation | None:
-    """The one that is there; None where there is none, or `report` is told what is wrong with it.
+    """The stored record, or None; `report` is told what is wrong with a damaged one.
 
     It can be computed again, so a damaged file stops nobody.
     """

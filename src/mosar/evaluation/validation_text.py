@@ -26,12 +26,12 @@ from mosar.training.config import RunConfig
 
 # The paper's 64 iterations at the training length, 32 at twice, 16 at four times.
 ITERATIONS = 64
-# Inputs of a pass; one window in any case.
+# Input tokens per pass; at least one window.
 PASS_TOKENS = 4096
 
 
 def default_tokens(config: RunConfig) -> int:
-    """As many as 64 steps of the training see."""
+    """As many tokens as 64 training steps read."""
     return ITERATIONS * config.tokens_per_step
 
 
@@ -65,7 +65,7 @@ class ValidationText:
         tokens: int | None = None,
     ):
         self.settings: DataConfig = loaded.config.data
-        # Altered tokens would be evaluated in silence: checksums are compared up to a size.
+        # Altered tokens must not be evaluated in silence: checksums are compared up to a size.
         self.stream = TokenStream(loaded.find_data(data), "valid", verify=None)
         self.device = loaded.device
         wanted = default_tokens(loaded.config) if tokens is None else tokens
@@ -76,11 +76,11 @@ class ValidationText:
 
     @property
     def tokens(self) -> int:
-        """Predicted at every length."""
+        """How many tokens are predicted at every length."""
         return len(self.blocks) * self.block
 
     def is_measured_by(self, record: Record) -> bool:
-        """Whether a record is of as much text."""
+        """Whether a record covers the same amount of text."""
         return isinstance(record, EvaluationRecord) and record.tokens == self.tokens
 
     def batches(self, length: int) -> Iterator[tuple[Tensor, Tensor | None]]:

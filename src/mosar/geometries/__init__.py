@@ -96,7 +96,7 @@ _BEYOND = {
         geometry="mosar", ladder=True, per_head=True, start_regimes=EACH, **_HARD
     ),
 }
-# After other authors: a variant of the same name each, with what it sets besides.
+# Systems of other authors: geometry and variant share a name; the second entry has its settings.
 _OTHERS: dict[str, tuple[type[Geometry], dict[str, Any]]] = {
     "nope": (Geometry, {}),
     "xpos": (XPos, {}),

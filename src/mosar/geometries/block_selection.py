@@ -51,7 +51,7 @@ class BlockSelection(Chunked, Rope):
         raise NotImplementedError
 
     def blocks_read(self, own: Tensor) -> Tensor:
-        """How many `chosen` has, where the query's own block has this index."""
+        """How many blocks `chosen` returns for a query whose own block has this index."""
         raise NotImplementedError
 
     def attend_chunk(self, call: Call, chunk: Chunk, state: Blocks) -> Tensor:
@@ -74,7 +74,7 @@ class BlockSelection(Chunked, Rope):
 
 
 class BigBird(BlockSelection):
-    """A window of blocks, the first blocks and random ones; causal, which the authors' is not.
+    """A window of blocks, the first blocks and random ones; unlike the authors' form it is causal.
 
     What is drawn for a block depends on the layer, the key head and the block alone, so that a
     longer text changes nothing.
@@ -87,11 +87,11 @@ class BigBird(BlockSelection):
         block: float = setting(1 / 32, above=0)
         """Tokens of a block, as a share of the training length N."""
         window: int = setting(3, least=1)
-        """Blocks up to the query's own, that one counted."""
+        """Blocks up to and including the query's own."""
         first: int = setting(2)
         """Blocks at the start of a document."""
         random: int = setting(3)
-        """Blocks that are drawn from those between."""
+        """Blocks drawn at random from the rest."""
 
     def split_obstacle(self, tensor: int) -> str | None:
         return ": in the geometry bigbird key heads draw their blocks by their number"
@@ -133,7 +133,7 @@ class MoBA(BlockSelection):
         block: float = setting(1 / 16, above=0)
         """Tokens of a block, as a share of the training length N."""
         top: int = setting(3, least=1)
-        """Blocks that a query reads, its own counted."""
+        """Blocks that a query reads, including its own."""
 
     def chosen(self, call: Call, chunk: Chunk, blocks: Blocks) -> Tensor:
         mean_BKGD = blocks.sum(call.k) / blocks.counts.clamp_min(1)[:, None, :, None]
@@ -144,6 +144,6 @@ class MoBA(BlockSelection):
         return own.clamp_max(self.own.top - 1)
 
     def products(self, position: int) -> float | None:
-        """One for each past block besides."""
+        """Plus one for each past block."""
         read = super().products(position)
         return None if read is None else read + position // self.tokens(self.own.block)

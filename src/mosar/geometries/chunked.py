@@ -2,7 +2,7 @@
 
     score = cap(scale q·k), -inf where no pair exists  ->  logits (the rule)  ->  softmax  ->  v
 
-A chunk holds at most `PAIRS` pairs a head, so that no n x n tensor exists while a long text is
+A chunk holds at most `PAIRS` pairs per head, so that no n x n tensor exists while a long text is
 evaluated; gradients are torch's. Positions count from 0 in each document, and so do blocks of
 tokens: a document is the same wherever it stands.
 
@@ -30,7 +30,7 @@ PAIRS = 512 * 512
 
 
 class Call(NamedTuple):
-    """What `attend` was given, padding cleared."""
+    """The arguments of `attend`, with padding cleared."""
 
     q: Tensor
     """[B, H, T, D]."""
@@ -66,9 +66,9 @@ class Chunked(Geometry):
 
     native = False
     longest_chunk: int = PAIRS
-    """Queries at a time, at most."""
+    """The most queries in a chunk."""
     reads_by_content: ClassVar[bool] = False
-    """Whether the contents decide which pairs are read: they are counted while a text is read."""
+    """Whether the contents decide which pairs are read; then pairs are counted during reading."""
     _counted: tuple[float, int] = (0.0, 0)
 
     def attend(
@@ -87,7 +87,7 @@ class Chunked(Geometry):
         given = check_attention_inputs(q, k, v, scale, softcap, **placement)
         layout = _in_documents(given)
         if layout.key_valid is not None:
-            # What a padded slot holds must not matter, nor where it says it stands.
+            # Neither the contents nor the position of a padded slot may matter.
             padding = ~layout.key_valid[:, None, :, None]
             k, v = k.masked_fill(padding, 0), v.masked_fill(padding, 0)
             places = layout.key_positions.masked_fill(~layout.key_valid, 0)
@@ -100,7 +100,7 @@ class Chunked(Geometry):
                 *(layout, given, scale, softcap, hidden, notes),
             )
             if q.shape[2] == k.shape[2]:
-                # A new text; with a cache further queries are added to it.
+                # A new text. With a cache, further queries add to the count.
                 self._counted = (0.0, 0)
             state, chunks = self.prepare(call), _chunks(call, self.longest_chunk)
             out = [self.attend_chunk(call, chunk, state) for chunk in chunks]
@@ -129,7 +129,7 @@ class Chunked(Geometry):
         return None if self.reads_by_content else super().products(position)
 
     def count_pairs(self, shape: tuple[int, int], **options: Any) -> tuple[float, int] | None:
-        """Where the contents decide: of the text that was last read without gradients."""
+        """Where the contents decide, those of the last text that was read without gradients."""
         if self.reads_by_content and self._counted[1]:
             return self._counted
         return super().count_pairs(shape, **options)
@@ -139,18 +139,18 @@ class Chunked(Geometry):
         return capped(grouped_product(chunk.q, call.k) * call.scale, call.softcap)
 
     def logits(self, scores: Tensor, call: Call, chunk: Chunk, state: Any) -> Tensor:
-        """[B, H, t, S] of scores, which are -inf where no pair exists, as is what is not read."""
+        """[B, H, t, S]; -inf for pairs that do not exist (as in scores) or are not read."""
         return scores
 
 
 def reads_runs(call: Call) -> bool:
-    """Whether kernels can read what a query reads as runs of keys: there is no padding."""
+    """Whether kernels can read this call as runs of keys: no padding, default positions."""
     layout = call.given
     return layout.default_positions and layout.key_valid is None and kernels_serve(call.q)
 
 
 def kernels_serve(q: Tensor) -> bool:
-    """Whether the native kernels compute what q is: on the CPU, in float32."""
+    """Whether the native kernels can take q: float32 on the CPU."""
     is_theirs = q.device.type == "cpu" and q.dtype == torch.float32 and not is_traced()
     return is_theirs and native_obstacle() is None
 
@@ -167,7 +167,7 @@ def grouped_product(x_BHtD: Tensor, y_BKSD: Tensor) -> Tensor:
 
 
 def row_weights(logits: Tensor) -> Tensor:
-    """softmax over the last axis; 0 in a row without a key, which has no gradient either."""
+    """softmax over the last axis; a row without a key gives zeros and no gradient."""
     empty = (logits == -torch.inf).all(dim=-1, keepdim=True)
     return torch.softmax(logits.masked_fill(empty, 0), dim=-1).masked_fill(empty, 0)
 
@@ -213,11 +213,11 @@ class Blocks:
     of_key: Tensor
     """[B, S], the block of each key."""
     index: Tensor
-    """[B, G], its place in its document."""
+    """[B, G], its index within its document."""
     document: Tensor
-    """[B, G]; -1 where there is no such block."""
+    """[B, G]; -1 for blocks that a row does not have."""
     counts: Tensor
-    """[B, G], the valid tokens it has so far."""
+    """[B, G], the number of valid tokens in it so far."""
     valid: Tensor
     """[B, S] bool."""
     place: Tensor
@@ -244,7 +244,7 @@ class Blocks:
         return (same & (self.index[:, None] < index))[:, None]
 
     def until(self, chunk: Chunk, count: int) -> Tensor:
-        """Blocks that start a run of `count` which ends with the query or before, [B, 1, t, G]."""
+        """Blocks that begin `count` blocks that are complete at the query, [B, 1, t, G]."""
         finished = (chunk.layout.query_positions[..., None] + 1) // self.size
         _, document = self.own(chunk)
         same = self.document[:, None] == document
@@ -266,7 +266,7 @@ class Blocks:
         return first, torch.where(read_BHtG, end, first)
 
     def to_keys(self, chosen_BHtG: Tensor) -> Tensor:
-        """A choice of blocks as one of keys, [B, H, t, S]."""
+        """The keys of the chosen blocks, [B, H, t, S]."""
         batch, heads, length, _ = chosen_BHtG.shape
         index = self.of_key[:, None, None].expand(batch, heads, length, -1)
         return chosen_BHtG.gather(3, index)

@@ -36,7 +36,7 @@ class DSA(Chunked, Rope):
     source, checked = "DeepSeek-V3.2 (2025)", "its law; flash-linear-attention"
     settings = Rope.settings | {"cost_weight", "cost_warmup"}
     progress: float = 1.0
-    """The share of the training that is done."""
+    """How much of the training is done, from 0 to 1."""
 
     @dataclass(frozen=True, kw_only=True)
     class Own(OwnSettings):
@@ -65,7 +65,7 @@ class DSA(Chunked, Rope):
         return None if self.reads_all else (positions + 1).clamp_max(self.tokens(self.own.top))
 
     def products(self, position: int) -> float | None:
-        """The indexer's, which are shorter and the same for all heads, besides."""
+        """Plus those of the indexer, which are shorter and shared by all heads."""
         read, own = super().products(position), self.own
         index = own.index_heads * own.index_dim / self.shape.num_heads / self.shape.head_dim
         return None if read is None else read + (position + 1) * index
@@ -121,7 +121,7 @@ class DSA(Chunked, Rope):
 
 
 def latest_largest(scores: Tensor, eligible: Tensor, count: int) -> Tensor:
-    """The `count` largest eligible entries along the last axis, the last of equal ones; a mask."""
+    """A mask of the `count` largest eligible entries along the last axis; ties go to the later."""
     ranked = scores.detach().masked_fill(~eligible, -torch.inf).flip(-1)
     order = ranked.sort(dim=-1, descending=True, stable=True).indices[..., :count]
     chosen = torch.zeros_like(eligible).scatter(-1, order, True).flip(-1)

@@ -1,4 +1,4 @@
-"""What `mosar variants` tells of each variant, from the facts that its geometry states."""
+"""What `mosar variants` shows of each variant, from the facts that its geometry states."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ class VariantFacts:
     learns: str
     """What its own parameters are."""
     parameters: int
-    """Of that, in all layers."""
+    """The number of its own parameters in all layers."""
     density: tuple[float | None, ...]
     """The share of causal pairs that is read, at `LENGTHS`; None: it follows from the contents."""
     products: float | None
     """q·k of a head for the last query of the training length; None: it follows from contents."""
     cache: int
-    """Numbers that a layer keeps of each token; what is evicted is not taken off."""
+    """Numbers that a layer keeps per token, before any eviction."""
     native: bool
-    """Whether compiled kernels compute it."""
+    """Whether compiled kernels attend."""
     modes: tuple[str, ...]
-    """Ways to execute a trained one that it was not trained with."""
+    """Modes in which a trained model can be executed."""
     source: str
     checked: str
 
@@ -41,7 +41,7 @@ class VariantFacts:
 
 
 def variant_facts(name: str, shape: HeadShape, num_layers: int) -> VariantFacts:
-    """Of a variant in a model of these sizes."""
+    """The facts of a variant in a model of these sizes."""
     attention = VARIANTS[name]
     layers = [attention.build(shape._replace(layer=index)) for index in range(num_layers)]
     first, length = layers[0], shape.max_length

@@ -32,7 +32,7 @@ UNROUTED = "native"
 
 
 def operator_routing(routing: str) -> Routing:
-    """The routing of the operators that executes a model as a record names it."""
+    """The operators' routing for what a record calls its routing."""
     return cast(Routing, routing if routing in ROUTINGS else "soft")
 
 
@@ -55,7 +55,7 @@ class ParameterPart(NamedTuple):
     name: str
     count: int
     weights: int
-    """Those among them of matrices that every token is multiplied with."""
+    """How many of them are in matrices that multiply every token."""
     split: Literal["whole", "heads", "keys"]
     """What tensor-parallel ranks hold: all of it, their part, or that of the key heads."""
 
@@ -85,7 +85,7 @@ class Geometry(nn.Module):
     checked: ClassVar[str] = "its law"
     """What its results were compared with."""
     reads_hidden: ClassVar[bool] = False
-    """Whether `attend` is given `hidden`, what q, k and v are projections of."""
+    """Whether `attend` is given `hidden`, the input that q, k and v are projected from."""
     mode: Mode | None = None
     """What executes it in place of its own hooks; see `enter_mode`."""
     own_heads: slice = slice(None)
@@ -227,16 +227,16 @@ class Geometry(nn.Module):
         return tuple(name for name, mode in MODES.items() if mode.serves(self))
 
     def enter_mode(self, mode: str | None, length: int = 0) -> None:
-        """Executes texts of this length as one of `modes`, until it is told None."""
+        """Executes texts of this length in one of its `modes`; None ends the mode."""
         self.mode = None if mode is None else MODES[mode](self, length)
 
     @property
     def acting(self) -> Geometry | Mode:
-        """Whose `transform`, `attend` and `count_pairs` hold now: the mode's, or its own."""
+        """What executes it now: its mode, or the geometry itself."""
         return self if self.mode is None else self.mode
 
     def begin_step(self, step: int, steps: int) -> None:
-        """Told which training step follows, or which one a checkpoint is of; for schedules."""
+        """Is told the next training step, or the step of a checkpoint; for schedules."""
 
     def executed(self, routing: Routing) -> Routing:
         """The routing that computes what `routing` asks for; soft routing may have become hard."""
@@ -285,7 +285,7 @@ class Geometry(nn.Module):
         return None if band is None else (positions + 1).clamp_max(math.floor(band) + 1)
 
     def products(self, position: int) -> float | None:
-        """Products q·k of a head for the query at a position, its choice of keys included.
+        """Products q·k per head for the query at a position, including those that choose its keys.
 
         None: it depends on the contents.
         """
@@ -295,7 +295,7 @@ class Geometry(nn.Module):
         return position + 1 if read is None else float(read)
 
     def tokens(self, share: float) -> int:
-        """So much of the training length, in tokens; at least one."""
+        """A share of the training length in tokens, at least one."""
         return max(1, round(share * self.shape.max_length))
 
     def reaches(self) -> dict[str, float]:
@@ -324,7 +324,7 @@ class Geometry(nn.Module):
         if read is None:
             return None
         times, causal = shape[0] // rows, int((at + 1).sum())
-        # Entries that are no tokens may be more: that is no density above 1.
+        # Entries need not be tokens and may outnumber pairs; the density stays at most 1.
         return times * min(read.sum().item(), causal), times * causal
 
     def parameter_parts(self) -> list[ParameterPart]:
@@ -362,7 +362,7 @@ def plain_attention(
     """
     if softcap is None and all(value is None for value in placement.values()):
         if q.shape[2] == 1:
-            # It reads every key: the query heads of a key head are so many queries of it.
+            # It reads every key, so the query heads of a key head can be its queries.
             grouped = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
             return F.scaled_dot_product_attention(grouped, k, v, scale=scale).reshape(q.shape)
         if q.device.type != "cpu" and q.shape[2] == k.shape[2]:

@@ -21,12 +21,12 @@ from torch import Tensor
 from mosar.geometries.chunked import Call, Chunk, Chunked, capped, grouped_product
 from mosar.geometries.own_settings import OwnSettings, setting
 
-# e^ this is still far from what float32 cannot hold.
+# e to this power is far below the largest float32.
 _LARGEST_EXPONENT = 40.0
 
 
 class Hyperbolic(Chunked):
-    """No rotation; the scores (not the weights) decay with distance, each pair of dims by rates."""
+    """No rotation; scores (not weights) decay with distance, each pair of dims at two rates."""
 
     family = "distance"
     source = "Dai et al. 2025 (HoPE)"
@@ -36,10 +36,10 @@ class Hyperbolic(Chunked):
     class Own(OwnSettings):
         damping: float = setting(1.1, above=1)
         half_life: float = setting(1 / 4, above=0)
-        """Of the slowest term, as a share of the training length N."""
+        """Half-life of the slowest term, as a share of the training length N."""
 
     def rates(self) -> Tensor:
-        """[D] float64: those of x+, then those of x-."""
+        """Decay rates [D] float64: of x+, then of x-."""
         half = self.shape.head_dim // 2
         frequencies = self.attention.rope_theta ** (-torch.arange(half).double() / half)
         damping = self.own.damping
@@ -48,7 +48,7 @@ class Hyperbolic(Chunked):
 
     @property
     def longest_chunk(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """So many tokens that no factor overflows."""
+        """The most tokens for which no factor overflows."""
         return max(1, int(_LARGEST_EXPONENT / float(self.rates().max())))
 
     def scores(self, call: Call, chunk: Chunk, state: Any) -> Tensor:

@@ -73,9 +73,9 @@ class Gemma3(LayerWindow):
     @dataclass(frozen=True, kw_only=True)
     class Own(OwnSettings):
         window: float = setting(1 / 4, above=0)
-        """Of the layers that have one, as a share of the training length N."""
+        """Window of the layers that have one, as a share of the training length N."""
         every: int = setting(6, least=1)
-        """Every so many layers, the last of them reads everything."""
+        """The last of every so many layers reads everything."""
 
     @property
     def window(self) -> float | None:
@@ -96,7 +96,7 @@ class Longformer(LayerWindow):
         windows: tuple[float, ...] = setting(
             (1 / 32, 1 / 16, 1 / 16, 1 / 8, 7 / 32, 7 / 32), above=0
         )
-        """By layer, as shares of the training length N; the last one holds for all above."""
+        """Window of each layer, as a share of N; the last one holds for all further layers."""
         global_tokens: float = setting(1 / 32, least=0)
         """The first tokens that every query reads, as a share of N."""
 

@@ -116,5 +116,5 @@ class Kerple(Geometry):
 
 
 def held_within(x: Tensor, least: float, most: float | None = None) -> Tensor:
-    """x clamped, with the gradient of x: what left the range finds its way back."""
+    """x clamped, with the gradient of x, so that values outside the range can return."""
     return x + (x.clamp(least, most) - x).detach()

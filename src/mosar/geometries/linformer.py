@@ -56,14 +56,14 @@ class Linformer(Chunked, Rope):
         self.value_mixture = nn.Parameter(torch.zeros(self.rank, self.size))
 
     def init_parameter(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
-        """Means of the block, each a little different."""
+        """Each mixture starts near the mean of the block."""
         parameter.normal_(mean=1 / self.size, std=0.5 / self.size, generator=generator)
 
     def transform(self, q: Tensor, k: Tensor, at_q: Tensor, at_k: Tensor) -> tuple[Tensor, Tensor]:
         return self.turn(q, at_q), k
 
     def keys_read(self, positions: Tensor, routing: str) -> Tensor | None:
-        """Entries: tokens of the own block, and mixtures of those before."""
+        """Entries: tokens of the query's own block, and mixtures of the blocks before it."""
         return positions % self.size + 1 + positions // self.size * self.rank
 
     def prepare(self, call: Call) -> tuple[Blocks, Tensor, Tensor, Tensor]:

@@ -28,14 +28,14 @@ class Mode:
 
     name: ClassVar[str]
     geometries: ClassVar[tuple[type[Geometry], ...]]
-    """The geometries that it serves: these classes, not what is derived from them."""
+    """The geometries that it serves: these classes, not their subclasses."""
     prefix_invariant: ClassVar[bool] = True
     """Whether later tokens change nothing of what comes before."""
     source: ClassVar[str]
     """The paper or repository that it follows."""
 
     def __init__(self, geometry: Geometry, length: int):
-        """length: of the texts that follow."""
+        """length: the number of tokens of the texts that follow."""
         self.geometry, self.length = geometry, length
 
     @classmethod

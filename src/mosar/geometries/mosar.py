@@ -41,9 +41,9 @@ class MoSAR(Rope):
         *("ladder", "per_head", "position_range"),
     }
     step: int | None = None
-    """The training step, where one is being taken."""
+    """The current training step, if any."""
     progress: float = 1.0
-    """The share of the training that is done."""
+    """How much of the training is done, from 0 to 1."""
 
     def __init__(self, attention: AttentionConfig, shape: HeadShape):
         super().__init__(attention, shape)
@@ -57,7 +57,7 @@ class MoSAR(Rope):
         for start in self.start_regimes:
             self.config.regime_index(start)
         self.key_copies = max(1, groups // key_heads)
-        """As many routing groups share a key head: each has a copy of it, with its own regimes."""
+        """Routing groups per key head; each has a copy of the head, with its own regimes."""
         self.query_router = PostPositionRouter(shape.num_heads * shape.head_dim, self.config)
         self.key_router = PostPositionRouter(
             self.key_copies * key_heads * shape.head_dim, self.config

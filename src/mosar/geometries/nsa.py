@@ -46,7 +46,7 @@ class _State(NamedTuple):
     strides: Blocks
     blocks: Blocks
     keys: Tensor
-    """[B, K, G, D]: entries, those that begin with each stride."""
+    """[B, K, G, D]: the entry that begins with each stride."""
     values: Tensor
     gates: Tensor
     """[B, 3, H, T]."""
@@ -67,7 +67,7 @@ class NSA(Chunked, Rope):
         block: int = setting(2, least=1)
         """Strides of a block of selection."""
         selected: int = setting(6, least=3)
-        """Blocks that are read, with the first, the own and the one before it."""
+        """Blocks that are read, including the first, the query's own and the one before it."""
         window: float = setting(1 / 16, above=0)
         """Tokens of the window, as a share of N."""
 
@@ -111,7 +111,7 @@ class NSA(Chunked, Rope):
         )
 
     def _entries(self, x: Tensor, weights: Tensor, linear: Tensor, strides: Blocks) -> Tensor:
-        """[B, K, G, D]; those that are not finished yet are incomplete sums."""
+        """[B, K, G, D]; unfinished entries are incomplete sums."""
         total = torch.zeros((), dtype=x.dtype, device=x.device)
         for part in range(self.own.overlap):
             weight_BS = weights.to(x.dtype)[strides.place + part * self.stride]

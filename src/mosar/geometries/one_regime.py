@@ -59,7 +59,7 @@ class Fixed(OneRegime):
         self, q: Tensor, k: Tensor, v: Tensor, *, routing: Routing, **options: Any
     ) -> Attended:
         if not has_table(self.config):
-            # So far a reach is a case for the operator that computes gates.
+            # For so long a reach, the operator that computes gates serves.
             pi_q, pi_k = (
                 forced_routing(
                     self.config, self.regime, *x.shape[:3:2], dtype=wide_dtype(q), device=q.device

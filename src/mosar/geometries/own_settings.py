@@ -41,7 +41,7 @@ def setting(
 
 @dataclass(frozen=True, kw_only=True)
 class OwnSettings:
-    """The settings of one geometry's own, each a field made by `setting`; here none."""
+    """The own settings of one geometry, each a field made by `setting`; here none."""
 
     def __post_init__(self) -> None:
         for item in fields(self):

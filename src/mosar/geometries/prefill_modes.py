@@ -30,7 +30,7 @@ from mosar.geometries.xpos import XPos
 
 
 class Estimated(TextMode):
-    """Chunks of queries, each with pairs that the chunk before has chosen."""
+    """Reads chunks of queries; the chunk before decides which pairs a chunk reads."""
 
     geometries = (Geometry, Rope, HighFrequencyRope, XPos)
     chunk: ClassVar[float] = 1 / 8
@@ -63,7 +63,7 @@ class Estimated(TextMode):
     def chosen(
         self, weights_BHeE: Tensor, q: Tensor, k: Tensor, distances: Tensor, scale: float
     ) -> Tensor:
-        """What the chunk reads, [B, H, t, E + t], besides what is not causal.
+        """Which pairs the chunk reads, [B, H, t, E + t]; the caller removes later keys.
 
         weights: of the last queries before the chunk. distances [t, E + t]: of its queries.
         """
@@ -87,7 +87,7 @@ def by_distance(weights_BHeE: Tensor) -> Tensor:
 
 
 def lines(columns_BHE: Tensor, diagonals_BHE: Tensor, distances: Tensor) -> Tensor:
-    """Chosen keys and chosen distances as pairs, [B, H, t, E + t]; later keys are no columns."""
+    """Pairs of the chosen keys or distances, [B, H, t, E + t]."""
     keys = distances.shape[1]
     column = F.pad(columns_BHE, (0, keys - columns_BHE.shape[2]))[:, :, None]
     diagonal = F.pad(diagonals_BHE, (0, keys - diagonals_BHE.shape[2]))
@@ -95,7 +95,7 @@ def lines(columns_BHE: Tensor, diagonals_BHE: Tensor, distances: Tensor) -> Tens
 
 
 def block_pairs(blocks_BHG: Tensor, size: int, distances: Tensor) -> Tensor:
-    """Chosen blocks of keys, and all of the queries' own chunk, as pairs [B, H, t, E + t]."""
+    """Pairs of the chosen blocks and of the chunk itself, [B, H, t or 1, E + t]."""
     queries, keys = distances.shape
     at = torch.arange(keys, device=distances.device)
     blocks = F.pad(blocks_BHG, (0, keys // size + 1 - blocks_BHG.shape[2]))
@@ -111,7 +111,7 @@ def pooled_match(q: Tensor, k: Tensor, size: int, scale: float) -> Tensor:
 
 
 def largest_with(weights: Tensor, count: int, always: slice) -> Tensor:
-    """The `count` largest entries along the last axis, those of `always` among them; a mask."""
+    """A mask of the `count` largest entries along the last axis, `always` among them."""
     ranked = weights.clone()
     ranked[..., always] = torch.inf
     order = ranked.topk(min(count, ranked.shape[-1]), dim=-1).indices
@@ -119,7 +119,7 @@ def largest_with(weights: Tensor, count: int, always: slice) -> Tensor:
 
 
 def covering(weights: Tensor, share: float, least: int) -> Tensor:
-    """The fewest largest entries that hold `share` of the sum, but at least `least`; a mask."""
+    """A mask of the fewest entries that hold `share` of the sum, but at least `least`."""
     ordered, order = weights.sort(dim=-1, descending=True)
     before = ordered.cumsum(dim=-1) - ordered
     # All of them for a share of 1: sums are rounded.
@@ -136,7 +136,7 @@ class MInference(Estimated):
     diagonals, last_diagonals = 1 / 8, 1 / 32
     blocks = 8
     window = 1 / 4
-    """Of the pattern with sinks, these counted."""
+    """Tokens of the pattern with sinks, including these."""
 
     def chosen(
         self, weights_BHeE: Tensor, q: Tensor, k: Tensor, distances: Tensor, scale: float
@@ -175,9 +175,9 @@ class FlexPrefill(Estimated):
     share = 0.9
     """gamma."""
     threshold = 0.1
-    """tau: blocks where the root of the Jensen-Shannon divergence is below."""
+    """tau: a head reads blocks where the root of the Jensen-Shannon divergence is below it."""
     least = 1 / 8
-    """Tokens that are read at least, as a share of N."""
+    """The fewest tokens that are read, as a share of N."""
 
     def chosen(
         self, weights_BHeE: Tensor, q: Tensor, k: Tensor, distances: Tensor, scale: float

@@ -28,7 +28,7 @@ _ITSELF = -5e4
 
 
 class Reformer(Chunked, Rope):
-    """RoPE after hashing, keys made of queries; `k_proj` has no use."""
+    """RoPE after hashing; keys are made of queries, so `k_proj` is unused."""
 
     family = "window"
     reads_by_content = True
@@ -37,9 +37,9 @@ class Reformer(Chunked, Rope):
     @dataclass(frozen=True, kw_only=True)
     class Own(OwnSettings):
         buckets: int = setting(16, least=2)
-        """An even number, whatever the length."""
+        """An even number; it does not grow with the length."""
         rounds: int = setting(1, least=1)
-        """Hashes; one that agrees is enough."""
+        """Number of hashes; a pair is read if one of them agrees."""
 
     @property
     def kept_notes(self) -> int:
@@ -91,7 +91,7 @@ class Reformer(Chunked, Rope):
 
 @lru_cache(maxsize=64)
 def hash_rotations(layer: int, rounds: int, half: int, head_dim: int) -> Tensor:
-    """[rounds, half, D], random but the same in every run, so that a resumed one goes on."""
+    """[rounds, half, D], random but the same in every run, so that runs can be resumed."""
     generator = torch.Generator().manual_seed(1_000_003 * (layer + 1))
     with torch.inference_mode(False), torch.device("cpu"):
         return torch.randn(rounds, half, head_dim, generator=generator, dtype=torch.float64)

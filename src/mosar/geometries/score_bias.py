@@ -41,7 +41,7 @@ class Selective(Chunked, Rope):
         return ": in the geometry selective the first head speaks to all others"
 
     def note(self, q: Tensor, k: Tensor, hidden: Tensor | None) -> Tensor | None:
-        """The queries of head 0, [B, D, T]: what they lowered is wanted again by later ones."""
+        """The queries of head 0, [B, D, T]: later calls compute again what they lowered."""
         return q[:, :, 0].transpose(1, 2)
 
     def prepare(self, call: Call) -> list[Tensor]:
@@ -86,7 +86,7 @@ class CoPE(Chunked):
     @dataclass(frozen=True, kw_only=True)
     class Own(OwnSettings):
         positions: float = setting(1 / 8, above=0)
-        """Counts that are told apart, as a share of the training length N; at least two."""
+        """How many counts have a vector of their own, as a share of N; at least two."""
 
     def __init__(self, attention: AttentionConfig, shape: HeadShape):
         super().__init__(attention, shape)

@@ -27,7 +27,7 @@ from mosar.geometries.learned_distance import held_within
 from mosar.geometries.own_settings import OwnSettings, setting
 from mosar.geometries.rope import Rope
 
-# A logarithm of less has a gradient that is no use.
+# The gradient of the logarithm is useless below this.
 _SMALLEST = 1e-6
 
 

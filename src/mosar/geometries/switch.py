@@ -18,7 +18,7 @@ from mosar.geometries.config import AttentionConfig
 from mosar.geometries.geometry import HeadShape, LayerRouting, ParameterPart
 from mosar.geometries.mosar import MoSAR
 
-# So far below that its probability is 0 in float64.
+# A logit so low that its probability is 0 in float64.
 _NEVER = -1e4
 
 

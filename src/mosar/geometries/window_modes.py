@@ -41,14 +41,14 @@ class Streaming(TextMode):
 
     @property
     def window(self) -> int:
-        """The last tokens that are read, the query's own counted."""
+        """How many of the last tokens are read, including the query's own."""
         return max(1, self.geometry.tokens(1 / 4) - self.sinks)
 
     def attend_text(self, q: Tensor, k: Tensor, v: Tensor, **scores: Any) -> tuple[Tensor, float]:
         (rows, _, length, _), sinks, window = q.shape, self.sinks, self.window
         at = torch.arange(length, device=q.device)[None]
         in_cache = at.clamp_max(window + sinks - 1)
-        # Back to where the query stands in the cache; not by a table, which has no such places.
+        # Rotate the query back to its place in the cache: shifts are negative, so no table serves.
         moved = self.geometry.transform(
             *(q.transpose(1, 2), q.transpose(1, 2)[:, :, :0]), *2 * ((in_cache - at).to(q.dtype),)
         )[0]
@@ -102,7 +102,7 @@ class AdaptivePruning(Mode):
     _counted: tuple[float, int] | None = None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Attended:
-        """Counts the pairs that are kept."""
+        """As `Geometry.attend`; counts the pairs that are kept."""
         sum_BHS = forgotten(options.pop("notes"), options.get("key_valid"))
         for name in ("hidden", "routing"):
             options.pop(name, None)
