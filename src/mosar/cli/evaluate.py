@@ -78,6 +78,13 @@ def evaluate(
             help="Retrofitted models: rounds of timing; 0 times nothing. By default 3.",
         ),
     ] = None,
+    speed_lengths: Annotated[
+        str | None,
+        Option(
+            metavar="LENGTHS",
+            help="Retrofitted models: more prompts to time, like 16384; may exceed the context.",
+        ),
+    ] = None,
     needles: Annotated[
         int | None,
         Option(
@@ -124,11 +131,17 @@ def evaluate(
     }
     of_runs = {"--step": step, "--against": against, "--details": details or None}
     of_retrofits = {"--documents": documents, "--baseline-windows": baseline_windows}
-    of_retrofits |= {"--timing": timing, "--needles": needles}
+    of_retrofits |= {
+        "--timing": timing,
+        "--needles": needles,
+        "--speed-lengths": speed_lengths,
+    }
     if is_retrofitted(run):
         _refuse(of_runs | {"--mode": mode}, "is for runs of mosar train, and this was retrofitted")
         del asked["modes"]
         asked |= {"documents": documents, "needles": needles or 0}
+        if speed_lengths is not None:
+            asked["speed_lengths"] = numbers("--speed-lengths", speed_lengths)
         records = _evaluate_retrofit(run, baseline_windows, timing, asked)
     else:
         _refuse(of_retrofits, "is for retrofitted models")

@@ -127,6 +127,20 @@ def test_evaluate_takes_the_folder(retrofitted, tmp_path):
     assert "left out 1024" in result.stderr
 
 
+def test_evaluate_times_prompts_beyond_the_context(retrofitted, tmp_path):
+    out = tmp_path / "copy"
+    shutil.copytree(retrofitted[0], out)
+    arguments = ("--lengths", "48", "--routing", "sparse", "--timing", "1", "--no-progress")
+    result = run("evaluate", out, *arguments, "--speed-lengths", "600")
+    assert result.exit_code == 0, result.output
+    speeds = [
+        r for r in read_records(out / "evaluations" / "retrofit.jsonl") if hasattr(r, "prefill")
+    ]
+    assert [speed.length for speed in speeds] == [95, 48, 600]
+    # Two layers, two key/value heads of 8, keys and values in float32.
+    assert speeds[-1].cache_bytes["dense"] == 2 * 2 * 8 * 2 * 600 * 4
+
+
 def test_evaluate_finds_needles_and_makes_nothing_twice(retrofitted, tmp_path):
     out = tmp_path / "copy"
     shutil.copytree(retrofitted[0], out)

@@ -54,6 +54,7 @@ def evaluate_folder(
     documents: int | None = None,
     windows: Sequence[int] = (),
     rounds: int = ROUNDS,
+    speed_lengths: Sequence[int] = (),
     needles: int = 0,
     force: bool = False,
     progress: bool = True,
@@ -64,7 +65,8 @@ def evaluate_folder(
     the routers were trained with, whose first windows they did not see. tokens: predicted at the
     longest length, by default those of the validation windows. documents: read the beginnings of so
     many documents that are long enough instead. windows: reaches of fixed windows to compare with.
-    rounds: of timing; 0: none. needles: texts per task of finding what was read; 0: none.
+    rounds: of timing; 0: none. speed_lengths: more prompts to time, beyond the model's context too.
+    needles: texts per task of finding what was read; 0: none.
     """
     notes = read_description(folder)["notes"]
     settings = RetrofitSettings.from_dict(notes.get("settings", {}))
@@ -90,7 +92,7 @@ def evaluate_folder(
         text = found.valid
     evaluator = Evaluator(attached, folder, text, sizes, progress, force=force)
     evaluator.routings(chosen)
-    evaluator.speed(rounds)
+    evaluator.speed(rounds, speed_lengths)
     evaluator.needles(needles)
     # Last: they take the routers off.
     evaluator.windows(windows)
@@ -155,18 +157,18 @@ class Evaluator:
                         )
                     )
 
-    def speed(self, rounds: int) -> None:
+    def speed(self, rounds: int, more: Sequence[int] = ()) -> None:
+        """At the lengths of the evaluation and at `more`; the text begins again where it ends."""
         there = {
             r.length
             for r in self.known
             if isinstance(r, RetrofitSpeed) and r.adapter == self.adapter
         }
         names = {"base": self.base, "adapter": self.adapter}
-        for length in self.lengths:
+        for length in sorted({*self.lengths, *more}):
             if rounds and length not in there:
-                self._keep(
-                    time_retrofit(self.attached, self.text[0], [length], rounds=rounds, **names)
-                )
+                text = self.text[0].repeat(length // self.text.shape[1] + 1)
+                self._keep(time_retrofit(self.attached, text, [length], rounds=rounds, **names))
 
     def needles(self, contexts: int) -> None:
         """Dense beside sparse, at every length."""
