@@ -1,1 +1,1 @@
-"""Measuring: competitors side by side, in one run, and never a ratio for a wrong result."""
+"""Benchmarks: competitors are timed in turn in one run; a wrong result gets no ratio."""

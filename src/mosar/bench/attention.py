@@ -1,4 +1,4 @@
-"""Attention, ours against others: `mosar bench attention`.
+"""Compares our attention with others: `mosar bench attention`.
 
     sdpa          torch's dense causal attention, without any geometry: the one to beat
     flash         the same, FlashAttention and nothing else (GPU)
@@ -30,24 +30,24 @@ from mosar.kernels.build import NativeBuildError
 from mosar.kernels.plan import build_plan, dense_plan_input, sparse_plan_input
 from mosar.records import AttentionBenchmark, Measurement, environment
 
-# By device; on the CPU torch's dense attention is its FlashAttention.
+# By device; on the CPU torch's dense attention is its FlashAttention already.
 COMPETITORS = {
     "cpu": ("sdpa", "reference", "flex", "flex-sorted", "ours"),
     "cuda": ("sdpa", "flash", "reference", "flex", "flex-sorted", "ours"),
 }
 SHAPES = (Shape(8, 1, 256), Shape(8, 8, 64), Shape(9, 3, 64))
-# By device and mode; a GPU is idle in short ones.
+# By device and mode; short lengths leave a GPU idle.
 _LENGTHS = {
     "cpu": {"sparse": (256, 512, 1024, 2048, 4096, 8192), "sparse-train": (2048, 8192)},
     "cuda": {"sparse": (1024, 2048, 4096, 8192, 16384, 32768), "sparse-train": (2048, 8192, 32768)},
 }
 _OTHER_LENGTHS = {"cpu": (2048,), "cuda": (2048, 8192)}
 _MEMORY_LENGTH = 8192
-# The reference holds several n x n tensors a head.
+# The reference holds several n x n tensors per head.
 _REFERENCE_LENGTH = 2048
-# Each length costs FlexAttention a compilation of some ten seconds: unasked, only these.
+# FlexAttention compiles about ten seconds for each length, so by default it has only these.
 _FLEX_LENGTHS = (1024, 4096)
-# How far a competitor may be off, relative to the largest entry, and still do the same task.
+# The largest error of a competitor, relative to the largest entry, for the same task.
 _SAME_TASK = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 4e-2}
 _DESCRIPTIONS = {
     "sparse": "forward, the pairs of the support only",
@@ -71,11 +71,11 @@ class AttentionComparison(RoutedComparison[AttentionBenchmark]):
     memory: tuple[int, ...] | None = None
     """Lengths whose memory is measured; None: 8192, or the largest given one up to it."""
     competitors: tuple[str, ...] | None = None
-    """Some of COMPETITORS; None: all that make sense on the device."""
+    """One or more of COMPETITORS; None: all that make sense on the device."""
     seconds: float = 10.0
     device: str = "cpu"
     dtype: str | None = None
-    """Of q, k and v; None: float32 on the CPU, bfloat16 on a GPU."""
+    """Data type of q, k and v; None: float32 on the CPU, bfloat16 on a GPU."""
 
     def __post_init__(self) -> None:
         check_names("device", (self.device,), DEVICES)
@@ -122,7 +122,7 @@ class AttentionComparison(RoutedComparison[AttentionBenchmark]):
         _ = self.opened
 
         def keep_peak(before: AttentionBenchmark, row: AttentionBenchmark) -> AttentionBenchmark:
-            # Whoever else used the machine at one moment must not set its peak.
+            # A busy moment of the machine must not set its peak.
             return replace(row, gemm_gflops=max(before.gemm_gflops, row.gemm_gflops))
 
         return accumulate(super().run(report), keep_peak)
@@ -170,7 +170,7 @@ class AttentionComparison(RoutedComparison[AttentionBenchmark]):
         return self.with_times(replace(record, measurements=missing, plan=plan), times)
 
     def _build_call(self, name: str, problem: Problem, report: Report) -> Callable[[], object]:
-        """The call of a competitor, which has given our result where it should."""
+        """The call of a competitor, after a check that it gives our result."""
         case, (first, last) = problem.case, _FLEX_LENGTHS
         if name == "reference" and case.length > _REFERENCE_LENGTH:
             raise Unavailable(f"it holds n x n tensors; timed up to n = {_REFERENCE_LENGTH}")
@@ -227,7 +227,7 @@ class AttentionComparison(RoutedComparison[AttentionBenchmark]):
         def share_of_ideal(share: float) -> list[Verdict]:
             return verdict(f"≥ {share:.2g}/ρ", record.speedup_times_density, least=share)
 
-        # Nothing has been asked of a GPU yet.
+        # There are no targets for a GPU yet.
         if shape not in _FORWARD or "device" in record.environment:
             return []
         if mode == "soft-train" and n == 8192:
@@ -254,12 +254,12 @@ class AttentionComparison(RoutedComparison[AttentionBenchmark]):
 
 
 def _best_gemm(records: Sequence[AttentionBenchmark]) -> float:
-    """The best matrix product of the run, which every row is shown against."""
+    """The best matrix product of the run, to which every row is compared."""
     return max(record.gemm_gflops for record in records)
 
 
 def _plan_call(problem: Problem) -> Callable[[], object]:
-    """Making the plan that ours makes in each call."""
+    """Builds the plan that our attention builds in each call."""
     from mosar.kernels import native
     from mosar.kernels.triton import obstacle
 
@@ -273,7 +273,7 @@ def _plan_call(problem: Problem) -> Callable[[], object]:
         return lambda: plan.sparse_plan(*labels, case.config, layout)
     plan_of = build_plan
     if case.device == "cpu":
-        # Where there is no compiler, the plan is that of torch operators.
+        # Without a compiler, the plan is that of the torch operators.
         with suppress(NativeBuildError, OSError):
             native.load_operators()
             plan_of = native.build_native_plan

@@ -1,4 +1,4 @@
-"""What every benchmark is: competitors compared on a list of cases, one record for each case.
+"""A benchmark: competitors compared on a list of cases, with one record per case.
 
 Per case: build the competitors, check ours against an exact result, and only where it is right
 time all of them interleaved and measure memory. A benchmark says which cases and competitors there
@@ -23,21 +23,21 @@ C = TypeVar("C")
 R = TypeVar("R", bound=Benchmark)
 T = TypeVar("T")
 Report = Callable[[str], None]
-"""Is told what is being done."""
+"""Called with a description of the current step."""
 
 
 class Unavailable(RuntimeError):
-    """A competitor or a figure cannot be had here; the message says why."""
+    """A competitor or a figure is not available here; the message says why."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison(ABC, Generic[C, R]):
-    """Which rows are measured and how; checks itself."""
+    """Which rows are measured, and how."""
 
     lengths: tuple[int, ...] | None
-    """Tokens; None: those that the benchmark chooses."""
+    """Numbers of tokens; None: the benchmark's default."""
     seconds: float
-    """About how long the competitors of a row are timed, all together."""
+    """About how many seconds the competitors of a row are timed, in total."""
     min_length: ClassVar[int] = 1
     title: ClassVar[str] = ""
 
@@ -53,33 +53,33 @@ class Comparison(ABC, Generic[C, R]):
 
     @abstractmethod
     def cases(self) -> list[C]:
-        """One for each row."""
+        """The cases, one per row."""
 
     @abstractmethod
     def measure(self, case: C, report: Report) -> R:
-        """The row of a case; without times where a result is wrong."""
+        """The record of a case; without times if a result is wrong."""
 
     @abstractmethod
     def columns(self, records: Sequence[R]) -> list[Column]:
-        """The columns before the last one, which shows the verdicts."""
+        """The columns, without the last one, which shows the verdicts."""
 
     @abstractmethod
     def judge(self, record: R) -> list[Verdict]:
-        """The targets that apply to a right result."""
+        """The targets for a correct result."""
 
     @abstractmethod
     def notes(self, records: Sequence[R]) -> str:
-        """How the figures were taken, in a few sentences below the tables."""
+        """How the figures were measured, shown below the tables."""
 
     def title_of(self, record: R) -> str:
-        """Of the table that the record is a row of."""
+        """The title of the table with this record."""
         return self.title
 
     def verdicts(self, record: R) -> list[Verdict]:
         return self.judge(record) if record.correct else []
 
     def run(self, report: Report = lambda step: None) -> Iterator[R]:
-        """Measures row by row; what would fail at the end of a long run fails at once."""
+        """Measures row by row, after checks for what would fail later."""
         return (
             self.measure(case, lambda step, case=case: report(f"{case}: {step}"))
             for case in self.cases()
@@ -88,7 +88,7 @@ class Comparison(ABC, Generic[C, R]):
     def build(
         self, names: Iterable[str], build: Callable[[str], T]
     ) -> tuple[dict[str, T], dict[str, Measurement]]:
-        """The competitors that can run here; and of the others, why not."""
+        """The competitors that can run here, and why the others cannot."""
         built, missing = {}, {}
         for name in names:
             try:
@@ -102,7 +102,7 @@ class Comparison(ABC, Generic[C, R]):
         return replace(record, measurements=record.measurements | timed)
 
     def with_memory(self, record: R, names: Iterable[str], peak_of: Callable[[str], int]) -> R:
-        """With the peak memory of some competitors, or why it is not known."""
+        """Adds the peak memory of some competitors, or why it is not known."""
         peaks, missing = self.build(names, peak_of)
         measured = dict(record.measurements)
         for name in (*peaks, *missing):
@@ -126,7 +126,7 @@ class RoutedComparison(Comparison[Case, R]):
         check_source(self.labels)
 
     def run(self, report: Report = lambda step: None) -> Iterator[R]:
-        # A long run must not find out at its end that there are too few labels.
+        # Check at the start that there are enough labels.
         for length in sorted(case.length for case in self.cases() if case.is_sparse)[-1:]:
             make_labels(self.labels, length, self.seed, self.config)
         return super().run(report)
@@ -143,7 +143,7 @@ class RoutedComparison(Comparison[Case, R]):
 
 
 def check_names(what: str, names: Sequence[object], known: Iterable[str]) -> None:
-    """At least one name, and each a known one."""
+    """A ValueError unless there is at least one name and all are known."""
     known = list(known)
     if not names:
         raise ValueError(f"at least one {what} is needed, of {', '.join(known)}")

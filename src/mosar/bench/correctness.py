@@ -1,4 +1,4 @@
-"""Is a result right? Rows of it against the float64 definition, before anything is timed.
+"""Compares rows of a result with the float64 definition before anything is timed.
 
     error(ours) <= 2 error(plain PyTorch, same dtype) + 4 eps max|exact|
 
@@ -19,7 +19,7 @@ from mosar.records import ErrorCheck
 
 NAMES = ("out", "dq", "dk", "dv", "dpi_q", "dpi_k")
 _NUM_ROWS = 64
-# At this length every row is checked as well: rows that share keys add up their gradients.
+# At this length every row is checked, because rows that share keys add their gradients.
 _FULL_LENGTH = 256
 
 
@@ -59,7 +59,7 @@ def error_check(
 
 
 def compare(error: float, budget: float) -> ErrorCheck:
-    """An error that is not a number is beyond every budget; JSON has no NaN."""
+    """An error of NaN exceeds every budget; None, since JSON has no NaN."""
     finite = math.isfinite(error) and math.isfinite(budget)
     return ErrorCheck(error=error if finite else None, budget=budget if finite else 0.0)
 
@@ -69,7 +69,7 @@ def dense_rows(problem: Problem, rows: Tensor, dtype: torch.dtype) -> tuple[Tens
     positions = rows[None] if problem.query_positions is None else problem.query_positions[:, rows]
 
     def cast(tensor: Tensor, name: str) -> Tensor:
-        # Routings are float32 whatever q is.
+        # Routings are float32 for every dtype of q.
         wide = torch.promote_types(dtype, torch.float32) if name.startswith("dpi") else dtype
         tensor = _take(name, tensor.detach(), rows).to(wide)
         return tensor.requires_grad_(problem.case.trains)
@@ -88,12 +88,12 @@ def dense_rows(problem: Problem, rows: Tensor, dtype: torch.dtype) -> tuple[Tens
 
 
 def _take(name: str, tensor: Tensor, rows: Tensor) -> Tensor:
-    """The given query rows of tensors that have one a query; other tensors whole."""
+    """These query rows of tensors with one row per query; other tensors as they are."""
     return tensor[..., rows, :] if name in ("out", "dq", "dpi_q") else tensor
 
 
 def choose_rows(length: int, seed: int, number: int = _NUM_ROWS) -> Tensor:
-    """Some rows by chance, and the last one, which sees the farthest."""
+    """Random rows, and the last one, which sees the farthest."""
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randperm(length - 1, generator=generator)[: number - 1]
     return torch.cat([rows.sort().values, torch.tensor([length - 1])])
@@ -104,5 +104,5 @@ def largest_error(tensor: Tensor, exact: Tensor) -> float:
 
 
 def _strain(check: ErrorCheck) -> float:
-    """How much of its budget an error takes."""
+    """An error as a share of its budget."""
     return (check.error or 0.0) / (check.budget or 1.0) if check.passed else math.inf

@@ -1,4 +1,4 @@
-"""One step of decoding, its attention alone: `mosar bench decode`.
+"""Times the attention of one decode step: `mosar bench decode`.
 
     sdpa   the new key and value go into a dense cache that was made large enough before, and
            torch's attention reads it whole, in the quickest form that is legal
@@ -28,11 +28,11 @@ from mosar.model.cache import RegimeLayerCache
 from mosar.records import DecodeBenchmark, ErrorCheck
 
 SHAPES = (Shape(9, 3, 64), Shape(8, 1, 256))
-# Steps that are timed in one go; enough that every regime has its share of the queries.
+# Steps per sample; enough for every regime to have its share of the queries.
 STEPS = 128
 _CHECKED_STEPS = 24
 _TRIAL_STEPS = 8
-# What a step is meant to reach, by length: (times faster than SDPA, share of the dense bytes).
+# Targets of a step by length: (speed-up over SDPA, share of the dense bytes).
 _TARGETS = {2048: (1.0, None), 16384: (5.0, 0.35)}
 
 
@@ -112,30 +112,30 @@ class DecodeComparison(RoutedComparison[DecodeBenchmark]):
 
 
 def build_steps(case: Case) -> Problem:
-    """A text as its layer sees it; the tokens that have a query are decoded."""
+    """A text as a layer sees it; the tokens with a query are decoded."""
     return build_problem(case, num_queries=min(STEPS, case.length // 2))
 
 
 class Steps(ABC):
-    """A competitor's steps of decoding, from the same start at every call.
+    """A competitor's decode steps; every call starts from the same state.
 
     A call gives the seconds of one step, the mean over all of them.
     """
 
     @abstractmethod
     def rewind(self) -> None:
-        """Back to the first step."""
+        """Returns to the first step."""
 
     @abstractmethod
     def inputs(self) -> list[tuple]:
-        """What each step is given, cut before anything is timed."""
+        """The inputs of each step, sliced before anything is timed."""
 
     @abstractmethod
     def step(self, *given: Tensor) -> Tensor:
         """The output of the next token, [..., 1, size]."""
 
     def outputs(self, count: int | None = None) -> Tensor:
-        """Of all steps or the first ones, [..., count, size]."""
+        """The outputs of all steps or of the first ones, [..., count, size]."""
         self.rewind()
         return torch.cat([self.step(*given) for given in self.inputs()[:count]], dim=-2)
 
@@ -164,7 +164,7 @@ class OurSteps(Steps):
         self.cache = RegimeLayerCache(problem.case.config)
 
     def rewind(self) -> None:
-        """A new cache with the tokens before the first step, as a prefill leaves it."""
+        """A new cache with the tokens before the first step, as after a prefill."""
         self.cache = RegimeLayerCache(self.problem.case.config)
         k, v = (x[:, :, : self.start] for x in (self.problem.k, self.problem.v))
         self.cache.update(k, v, self.labels_k[:, : self.start])
@@ -198,11 +198,11 @@ class DenseSteps(Steps):
         self.k, self.v = (x.repeat_interleave(repeats, dim=1) for x in (problem.k, problem.v))
 
     def rewind(self) -> None:
-        """Nothing: a step writes what is there already, and reads no further than itself."""
+        """Nothing to do: a step writes the same keys again and reads no further than itself."""
 
     def inputs(self) -> list[tuple]:
         length, start = self.k.shape[2], self.k.shape[2] - self.q.shape[2]
-        # Copies: a step must not write a key onto itself.
+        # Copy them: a step must not write a key onto itself.
         k, v = (x[:, :, start:].clone() for x in (self.k, self.v))
         given = zip(_cut(self.q, k, v, dim=2), range(start, length), strict=True)
         return [(*vectors, at) for vectors, at in given][: self.steps]
@@ -218,7 +218,7 @@ class DenseSteps(Steps):
 
 
 def quickest_form(problem: Problem) -> str:
-    """The form of torch's attention that a few steps find the quickest here."""
+    """The form of torch's attention that is fastest here, found by timing a few steps."""
     seconds = {}
     for form in DenseSteps.FORMS:
         trial = DenseSteps(problem, form, _TRIAL_STEPS)

@@ -1,4 +1,4 @@
-"""Whole models writing token by token: `mosar bench decode --model smollm2`.
+"""Times whole models that write token by token: `mosar bench decode --model smollm2`.
 
 All have the sizes of one model and random weights, and their caches are filled with random keys and
 values; what a token costs depends on neither.
@@ -45,10 +45,10 @@ SIZES = {
     "smollm2": dict(zip(_FIELDS, (49152, 576, 30, 9, 3, 64, 1536), strict=True)),
     "tiny": dict(zip(_FIELDS, (64, 32, 2, 4, 2, 8, 48), strict=True)),
 }
-# Tokens that are timed in one go.
+# Tokens per sample.
 STEPS = 16
 _CHECKED_STEPS = 4
-# What a whole model of these sizes is meant to reach against transformers, by length.
+# Targets of a whole model of these sizes against transformers, by length.
 _TARGETS = {("smollm2", 16384): (2.0, 0.35)}
 
 
@@ -138,7 +138,7 @@ class ModelDecodeComparison(RoutedComparison[ModelDecodeBenchmark]):
 
 
 class Text:
-    """What all competitors are given: tokens, labels, and keys and values of the tokens before."""
+    """The input of all competitors: tokens, labels, and keys and values of earlier tokens."""
 
     def __init__(self, case: Case, model: str):
         self.case, self.start = case, case.length - STEPS
@@ -151,7 +151,7 @@ class Text:
         )
         generator = torch.Generator().manual_seed(case.seed)
         self.tokens = torch.randint(0, self.model.vocab_size, (1, STEPS), generator=generator)
-        # Each layer has labels of its own; those of a file are all there is.
+        # Each layer has its own labels; a file has only one set.
         self.labels = [
             make_labels(case.labels, case.length, case.seed + layer, case.config)
             for layer in range(self.model.num_layers)
@@ -165,7 +165,7 @@ class Text:
         return k, v
 
     def decoder(self, geometry: str) -> Decoder:
-        """The weights of the seed; what two geometries share is equal."""
+        """Weights from the seed; parameters that two geometries share are equal."""
         config = self.case.config
         given = asdict(config)
         given = {name: given[name] for name in given if name not in ("max_length", "regimes")}
@@ -213,7 +213,7 @@ class DecoderSteps(ModelSteps):
 
 
 class DenseSteps(DecoderSteps):
-    """Variant rope and the cache that keeps everything."""
+    """Variant rope with the cache that keeps everything."""
 
     def __init__(self, text: Text):
         self.text, self.model = text, text.decoder("rope")
@@ -243,11 +243,11 @@ class RegimeSteps(DecoderSteps):
 def route_as_drawn(
     route: Callable[..., LayerRouting], cache: Any, drawn: tuple[Tensor, ...], q: Tensor, k: Tensor
 ) -> LayerRouting:
-    """Runs the routers of a layer, and chooses what was drawn."""
+    """Runs the routers of a layer, but chooses the drawn labels."""
     outputs = []
     routed = route(q, k)
     for output, labels in zip((routed.query, routed.key), drawn, strict=True):
-        # Some logits that the label is the largest of.
+        # Logits whose largest entry is the label.
         logits = output.logits.clamp(-1, 1)
         logits[..., int(labels[cache.slots])] = 2
         outputs.append(RouterOutput(logits, output.probabilities))
@@ -255,7 +255,7 @@ def route_as_drawn(
 
 
 class TransformersSteps(ModelSteps):
-    """transformers' Llama of the same sizes, and the cache it uses when nothing is said."""
+    """transformers' Llama of the same sizes with its default cache."""
 
     def __init__(self, text: Text):
         self.text = text
@@ -277,7 +277,7 @@ class TransformersSteps(ModelSteps):
 
 
 def check_steps(ours: RegimeSteps) -> ErrorCheck:
-    """Logits of the first steps against the same in float64 with torch operators."""
+    """Compares the logits of the first steps with float64 on torch operators."""
     plain = RegimeSteps(ours.text, impl="tiled").outputs(_CHECKED_STEPS)
     exact = RegimeSteps(ours.text, torch.float64, "tiled").outputs(_CHECKED_STEPS)
     return error_check(ours.outputs(_CHECKED_STEPS), plain, exact)

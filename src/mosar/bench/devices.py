@@ -1,4 +1,4 @@
-"""Where a benchmark runs: how time, memory and the machine's peak are taken there."""
+"""How time, memory and peak speed are measured on each device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mosar.bench.problem import Case, prepare_call
 from mosar.kernels.triton import triton_version
 
 DTYPES = ("float32", "bfloat16", "float16")
-# Written before every sample: more than any GPU's second-level cache holds.
+# Bytes written before every sample: more than the L2 cache of any GPU.
 _FLUSHED_BYTES = 256 * 2**20
 _WARM_UP_LENGTH = 128
 
@@ -29,11 +29,11 @@ class Cpu:
     """As torch calls it."""
 
     def describe(self) -> dict[str, Any]:
-        """What a record's environment says of it besides the CPU."""
+        """Entries of a record's environment besides the CPU."""
         return {}
 
     def warm_up(self, call: Callable[[], object]) -> None:
-        """What must have happened before the first time says anything."""
+        """Warm-up before the first timing."""
 
     def seconds(self, call: Callable[[], object], repeats: int) -> float:
         """Time of a call, over `repeats` calls."""
@@ -53,7 +53,7 @@ class Cpu:
 
 @dataclass(frozen=True)
 class Cuda:
-    """Events on the GPU's own clock, and torch's count of what it has allocated (CUDA and HIP)."""
+    """Events on the GPU's clock, and torch's count of allocated memory (CUDA and HIP)."""
 
     dtype: str = "bfloat16"
     place: str = "cuda"
@@ -68,13 +68,13 @@ class Cuda:
         }
 
     def warm_up(self, call: Callable[[], object]) -> None:
-        """Kernels are compiled, and their block sizes timed."""
+        """Compiles kernels and times their block sizes."""
         for _ in range(2):
             call()
         torch.cuda.synchronize()
 
     def seconds(self, call: Callable[[], object], repeats: int) -> float:
-        """With a cold second-level cache at the start of the sample."""
+        """Each sample starts with a cold L2 cache."""
         torch.empty(_FLUSHED_BYTES, dtype=torch.int8, device=self.place).zero_()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
@@ -104,7 +104,7 @@ DEVICES = {"cpu": Cpu, "cuda": Cuda}
 
 
 def open_device(name: str, dtype: str | None) -> Cpu | Cuda:
-    """The device of that name; Unavailable where it is not here."""
+    """The device with this name; Unavailable if this machine lacks it."""
     if name == "cuda" and not torch.cuda.is_available():
         build = "has CUDA or HIP" if torch.version.cuda or torch.version.hip else "is for CPUs"
         raise Unavailable(

@@ -53,7 +53,7 @@ def flex_call(problem: Problem, *, is_sorted: bool) -> Callable[[], tuple[Tensor
 
 
 def first_call(name: str, call: Callable[[], tuple[Tensor, ...]]) -> Tensor:
-    """Compiles and runs; whatever the failure, it becomes Unavailable."""
+    """Compiles and runs; every failure becomes Unavailable."""
     try:
         return call()[0]
     except Exception as error:
@@ -65,10 +65,10 @@ def first_call(name: str, call: Callable[[], tuple[Tensor, ...]]) -> Tensor:
 def _compiled() -> Callable[..., Tensor]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    # A length is a compilation of its own, beyond which torch would give up and run uncompiled.
+    # Each length is compiled separately; beyond its limit torch would run uncompiled.
     torch._dynamo.config.recompile_limit = 1024
     for name in ("torch._inductor", "torch._dynamo"):
-        # The compiler's remarks would land in the middle of our table.
+        # The compiler's messages would appear in the middle of our table.
         logging.getLogger(name).setLevel(logging.ERROR)
     return torch.compile(flex_attention, dynamic=False, fullgraph=True)
 

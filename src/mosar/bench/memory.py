@@ -1,4 +1,4 @@
-"""Peak memory of one call, in a process of its own.
+"""Measures the peak memory of one call in a separate process.
 
 The process makes a short call that loads everything there is to load, prepares the call, hands
 free heap back, resets the kernel's record of its peak, and makes the call. The result is the peak
@@ -33,7 +33,7 @@ def measure_peak(
     """Bytes of the call that `prepare(case, competitor)` gives; raises Unavailable."""
     if not _CLEAR.exists():
         raise Unavailable("memory is measured with /proc/self/clear_refs, which is not here")
-    # It imports what this process imports; -P: but nothing that only lies in the working directory.
+    # It imports what this process imports; -P: but nothing from the working directory.
     command = [sys.executable, "-P", "-m", "mosar.bench.memory"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     task = pickle.dumps((prepare, case, short_case, competitor, torch.get_num_threads()))

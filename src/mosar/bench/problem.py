@@ -69,7 +69,7 @@ class Case:
         return f"{self.mode} {self.shape}, n = {self.length}"
 
     def record_fields(self) -> dict[str, Any]:
-        """What every record of it says; a file without its folder."""
+        """Fields that every record has; a file without its folder."""
         labels = Path(self.labels).name if self.is_sparse else "none"
         return {"length": self.length, "labels": labels, "seed": self.seed}
 
@@ -102,7 +102,7 @@ class Problem:
 
     @property
     def leaves(self) -> tuple[Tensor, ...]:
-        """What our gradient is taken of."""
+        """The tensors that we compute gradients of."""
         routed = (self.pi_q, self.pi_k) if self.case.mode == "soft-train" else ()
         return (self.q, self.k, self.v, *routed)
 
@@ -113,7 +113,7 @@ class Problem:
 
 
 def build_problem(case: Case, num_queries: int | None = None) -> Problem:
-    """With queries for all tokens, or in mode "sparse" for the last ones."""
+    """Queries for all tokens, or in mode "sparse" for the last ones."""
     generator = torch.Generator().manual_seed(case.seed)
     shape, length = case.shape, case.length
     start = 0 if num_queries is None else length - num_queries
@@ -144,7 +144,7 @@ def build_problem(case: Case, num_queries: int | None = None) -> Problem:
 
 
 def attend(problem: Problem, impl: str = "auto") -> Tensor:
-    """What the mode measures, by one of our implementations."""
+    """The measured result of the mode, from one of our implementations."""
     q, k, v, at = problem.q, problem.k, problem.v, problem.query_positions
     if problem.case.mode == "distance-train":
         out = distance_attention(q, k, v, softcap=_SOFTCAP, query_positions=at, impl=impl)
@@ -157,7 +157,7 @@ def attend(problem: Problem, impl: str = "auto") -> Tensor:
 
 
 def attend_dense(problem: Problem) -> Tensor:
-    """Plain causal attention as torch has it: no geometry, no soft-cap."""
+    """torch's plain causal attention: no geometry, no soft-cap."""
     shape = problem.case.shape
     return F.scaled_dot_product_attention(
         problem.q, problem.k, problem.v, is_causal=True, enable_gqa=shape.heads != shape.kv_heads
@@ -174,7 +174,7 @@ def _attend_flash(problem: Problem) -> Tensor:
 def solve(
     problem: Problem, forward: Callable[[Problem], Tensor], leaves: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...]:
-    """The forward pass, and where the mode trains the gradients of `leaves`."""
+    """The forward pass and, if the mode trains, the gradients of `leaves`."""
     if not problem.case.trains:
         with torch.no_grad():
             return (forward(problem),)

@@ -20,15 +20,15 @@ class Column(NamedTuple):
 
     name: str
     value: Callable[[Any], object]
-    """A number, a text, None where there is no figure, or a tuple of these."""
+    """A number, a text, None if there is no figure, or a tuple of these."""
     spec: str = ""
-    """How it is formatted."""
+    """The format of the value."""
     scale: float = 1
-    """A number is multiplied with it."""
+    """Numbers are multiplied by it."""
     is_head: bool = False
-    """It says which row this is, so that it is shown of a wrong result too."""
+    """Whether it identifies the row; then it is shown for a wrong result too."""
     is_optional: bool = False
-    """It is left out where no row has a figure."""
+    """Whether it is left out if no row has a figure."""
 
     def cell(self, record: Benchmark) -> str:
         found = self.value(record) if record.correct or self.is_head else None
@@ -53,7 +53,7 @@ class Verdict(NamedTuple):
 def verdict(
     target: str, figure: float | None, *, least: float = -math.inf, most: float = math.inf
 ) -> list[Verdict]:
-    """No verdict where there is no figure."""
+    """The verdict on a figure; none without a figure."""
     return [] if figure is None else [Verdict(target, least <= figure <= most)]
 
 
@@ -91,7 +91,7 @@ def _last_cell(record: Benchmark, verdicts: Sequence[Verdict]) -> Text:
 
 
 def footer(records: Sequence[Benchmark], notes: str) -> str:
-    """Machine, how the figures were taken, and why some are missing."""
+    """The machine, how the figures were measured, and why some are missing."""
     machine = records[0].environment
     if "device" in machine:
         triton = machine["triton"]

@@ -1,4 +1,4 @@
-"""A benchmark at the terminal: progress on stderr, tables on stdout, records into a file."""
+"""Shows a benchmark: progress on stderr, tables on stdout, records in a file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def show_comparison(comparison: Comparison[Any, R], json: Path | None = None) ->
     console = Console(stderr=True)
     bar = (BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn())
     text = TextColumn("{task.description}", markup=False)
-    # No refreshing thread: it would run while we measure.
+    # No refresh thread: it would disturb the measurement.
     progress = Progress(*bar, text, console=console, transient=True, auto_refresh=False)
     progress.disable = not console.is_terminal
     task = progress.add_task("", total=total)

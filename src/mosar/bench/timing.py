@@ -1,4 +1,4 @@
-"""Times of competitors, interleaved: what disturbs the machine disturbs all of them alike."""
+"""Times competitors in turn, so that disturbances of the machine affect all of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 
-# Shorter calls are repeated within a sample: the clock and the loop must not show.
+# Shorter calls are repeated within a sample, so that the clock and the loop do not count.
 _SAMPLE_SECONDS = 5e-3
 _MIN_ROUNDS, _MAX_ROUNDS = 5, 30
 
@@ -16,7 +16,7 @@ Call = Callable[[], object]
 
 
 def wall_seconds(call: Call, repeats: int) -> float:
-    """Seconds a call, over `repeats` calls."""
+    """Seconds per call, over `repeats` calls."""
     start = time.perf_counter()
     for _ in range(repeats):
         call()
@@ -37,7 +37,7 @@ def interleave(
     seconds: float,
     time_calls: Callable[[Call, int], float] = wall_seconds,
 ) -> dict[str, tuple[float, ...]]:
-    """Milliseconds a call of each competitor, one sample a round; about `seconds` in all.
+    """Milliseconds per call of each competitor, one sample per round; about `seconds` in all.
 
     `time_calls` gives the seconds a call takes over some calls.
 

@@ -1,4 +1,4 @@
-"""Training steps of the same size, ours and others': `mosar bench train`.
+"""Times training steps of the same size, ours and others': `mosar bench train`.
 
     rope, mosar        our loop's own step: objective, clipping, AdamW
     gemma2-eager       transformers' Gemma2ForCausalLM with the weights of our rope
@@ -44,7 +44,7 @@ _BASELINE = Path(__file__).parents[3] / "benchmarks" / "nanogpt_baseline.py"
 # Rounding of a float32 loss of some units over a few hundred operations deep.
 _TOLERANCE = 2e-5
 _STEPS_OF_MEMORY = 2
-# What the training step is meant to reach, in ratios of one run: by length.
+# Targets of the training step, in ratios of one run, by length.
 _MOSAR_OVER_ROPE = {512: 0.75, 2048: 0.8}
 _MEMORY_LENGTH, _MEMORY_RATIO = 2048, 1.25
 
@@ -80,7 +80,7 @@ class TrainingCase:
 
     def competitors(self) -> tuple[str, ...]:
         """Who computes the same thing in this setting."""
-        # The others compute logits without a soft-cap only.
+        # The others only compute logits without a soft-cap.
         return (*OURS, "gemma2-eager") if self.setting == "capped" else (*OURS, *OTHERS)
 
     def tokens(self) -> Tensor:
@@ -103,7 +103,7 @@ class TrainingComparison(Comparison[TrainingCase, TrainingBenchmark]):
         super().__post_init__()
         self.check_lengths(self.memory)
         check_names("softcap", self.softcap, SETTINGS)
-        # An unknown preset should be refused now.
+        # Refuse an unknown preset now.
         self.cases()[0].config("rope")
 
     def cases(self) -> list[TrainingCase]:
@@ -209,7 +209,7 @@ def exact_loss(config: RunConfig, case: TrainingCase) -> float:
 
 
 def prepare_steps(case: TrainingCase, name: str) -> Callable[[], None]:
-    """What memory is measured of: parameters, optimizer and steps together."""
+    """The call whose memory is measured: parameters, optimizer and steps."""
 
     def build_and_step() -> None:
         step, _ = build_step(case, name)
@@ -230,7 +230,7 @@ def build_step(case: TrainingCase, name: str) -> tuple[Step, int]:
 
 def _our_step(case: TrainingCase, variant: str) -> tuple[Step, int]:
     same: list[Batch] = [(case.tokens(), None)]
-    # Stands in for a run's data: the same tokens at every step.
+    # In place of a run's data: the same tokens at every step.
     batches = cast(Batches, SimpleNamespace(of_step=lambda step: iter(same)))
     config = case.config(variant)
     # From the middle on: what a variant does at first only is not its speed.

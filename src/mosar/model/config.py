@@ -1,4 +1,4 @@
-"""The size of the decoder: everything but the attention geometry and the training."""
+"""The sizes of the decoder, without the attention geometry and the training."""
 
 from __future__ import annotations
 
@@ -54,6 +54,6 @@ class ModelConfig:
 
     @property
     def head_shape(self) -> HeadShape:
-        """What a geometry must know of the model."""
+        """What a geometry needs to know of the model."""
         heads = (self.num_heads, self.num_kv_heads, self.head_dim)
         return HeadShape(*heads, self.max_length, hidden_size=self.hidden_size)

@@ -31,17 +31,17 @@ from mosar.model.cache.regime import CACHE_OPTIONS
 from mosar.model.config import ModelConfig
 from mosar.model.norm import RMSNorm
 
-# How the tokens of a call stand, as arguments of a geometry.
+# Positions, padding and segments of a call, as arguments of a geometry.
 Placement = dict[str, Tensor | None]
 
 
 class DecoderOutput(NamedTuple):
-    """What a forward pass gives."""
+    """The result of a forward pass."""
 
     hidden: Tensor
     """[B, T, hidden] after the final norm; `Decoder.logits` reads it."""
     routings: list[LayerRouting]
-    """One per layer; empty where the geometry has no routers."""
+    """One per layer; empty if the geometry has no routers."""
     prices: list[Tensor]
     """One per layer of a geometry without routers that has a price; see `Geometry.price`."""
 
@@ -110,7 +110,7 @@ class Decoder(nn.Module):
         return new_cache(self.model_config, self.attention_config, routing, **options)
 
     def begin_step(self, step: int, steps: int) -> None:
-        """Tells all layers which training step follows, or which one a checkpoint is of."""
+        """Sets the training step of all layers: the next one, or that of a checkpoint."""
         for geometry in self.geometries:
             geometry.begin_step(step, steps)
 
@@ -120,13 +120,13 @@ class Decoder(nn.Module):
         return [cast(Any, layer).attention.geometry for layer in self.layers]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [..., hidden_size] -> [..., vocab], by the embedding's own rows, soft-capped."""
+        """hidden [..., hidden_size] -> [..., vocab], by the embedding matrix, soft-capped."""
         project = partial(self.embedding, project=True)
         return capped_logits(project, hidden, self.model_config.final_softcap)
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Normal weights and zero norms, each parameter from a generator of its own.
+        """Normal weights and zero norms; each parameter has its own generator.
 
         A parameter's numbers depend on the seed and on its name alone, so what two variants share
         is equal to the bit.
@@ -153,7 +153,7 @@ class Decoder(nn.Module):
 
 
 class TiedEmbedding(nn.Embedding):
-    """The rows of the tokens, and the output head that is tied to them.
+    """The token embedding, and the output head that is tied to it.
 
     Both uses pass through `forward`: whatever brings a weight from elsewhere (another device, a
     disk) does it around that.
@@ -257,7 +257,7 @@ def new_cache(
 def check_cache(
     cache: RegimeCache | DenseCache, attention: AttentionConfig, num_layers: int
 ) -> None:
-    """A ValueError for a cache of another model, and for one that is out of step."""
+    """A ValueError for a cache of another model, or one whose layers disagree."""
     kind = RegimeCache if attention.geometry_class.routed else DenseCache
     if not isinstance(cache, kind) or len(cache) != num_layers:
         raise ValueError(
@@ -276,12 +276,12 @@ def capped_logits(project: Callable[[Tensor], Tensor], hidden: Tensor, cap: floa
     """c tanh(project(hidden) / c); without a cap, the projection."""
     if cap is None:
         return project(hidden)
-    # Dividing the few hidden numbers, not the many logits.
+    # Divide the few hidden numbers, not the many logits.
     return cap * torch.tanh(project(hidden / cap))
 
 
 def _recomputed(layer: nn.Module, *args: Any) -> Attended:
-    """A layer that keeps its input alone and computes the rest again in the backward pass."""
+    """A layer that keeps only its input and recomputes the rest in the backward pass."""
     return cast(Any, checkpoint(layer, *args, use_reentrant=False, preserve_rng_state=False))
 
 

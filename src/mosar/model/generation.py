@@ -1,4 +1,4 @@
-"""Writing with a decoder: read the prompt, choose a token, read it, choose the next.
+"""Writes text with a decoder: reads the prompt, chooses a token, reads it, and so on.
 
     p(token) ~ exp(logit / temperature), among the top_k largest, of those the smallest set that
     holds top_p of the probability
@@ -28,11 +28,11 @@ class Sampling:
     """How the next token is chosen."""
 
     temperature: float = 0.8
-    """0: always the likeliest."""
+    """0 always takes the likeliest token."""
     top_k: int | None = None
-    """Only the k likeliest; None: all."""
+    """Sample from the k likeliest tokens; None: from all."""
     top_p: float | None = None
-    """Only the likeliest that together have this probability; None: all."""
+    """Sample from the likeliest tokens that sum to this probability; None: from all."""
 
     def __post_init__(self) -> None:
         value = self.temperature
@@ -44,13 +44,13 @@ class Sampling:
             raise ValueError(f"top_p must be a number above 0 and at most 1, got {self.top_p!r}")
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """logits [V] -> the distribution that is drawn from, [V] float64."""
+        """logits [V] -> the sampling distribution, [V] float64."""
         logits = logits.double()
         if self.temperature == 0:
             chosen = torch.zeros_like(logits)
             chosen[logits.argmax()] = 1
             return chosen
-        # The largest becomes 0, so that a tiny temperature overflows nowhere.
+        # Shift the largest to 0, so that a tiny temperature does not overflow.
         scaled = (logits - logits.max()) / self.temperature
         order = scaled.argsort(descending=True, stable=True)
         kept = torch.softmax(scaled[order], dim=0)
@@ -58,7 +58,7 @@ class Sampling:
             kept[self.top_k :] = 0
         if self.top_p is not None:
             kept = kept / kept.sum()
-            # A token stays if those before it do not have that much yet.
+            # Keep a token if the likelier ones do not reach the probability yet.
             before = kept.cumsum(dim=0) - kept
             kept[before >= self.top_p] = 0
         return torch.zeros_like(kept).scatter_(0, order, kept / kept.sum())
@@ -73,15 +73,15 @@ class Sampling:
 
 
 class Reader(Protocol):
-    """A model that has read some tokens and can read on."""
+    """A model that has read some tokens and can read more."""
 
     def read(self, tokens: Sequence[int]) -> Tensor:
-        """Reads further tokens, at least one; logits [V] of the next, on the CPU."""
+        """Reads more tokens, at least one; returns logits [V] of the next, on the CPU."""
         ...
 
 
 class MeasuredReader(ABC):
-    """A model with its KV cache, one row, that can tell what reading costs."""
+    """A model with its KV cache for one row, which measures memory and density."""
 
     num_tokens = 0
     """Tokens read so far."""
@@ -92,23 +92,23 @@ class MeasuredReader(ABC):
 
     @abstractmethod
     def read(self, tokens: Sequence[int]) -> Tensor:
-        """Reads further tokens; logits [V] of the next."""
+        """Reads more tokens; returns logits [V] of the next."""
 
     @abstractmethod
     def count_pairs(
         self, layer: int, labels: tuple[Tensor, Tensor] | None
     ) -> tuple[float, int] | None:
-        """Pairs of a layer's support and causal pairs of what was read; None: all are read."""
+        """Pairs in a layer's support, and causal pairs, of the tokens so far; None: all pairs."""
 
     @property
     @abstractmethod
     def cache_bytes(self) -> int:
-        """Memory that the cache holds."""
+        """Bytes that the cache has allocated."""
 
     @property
     @abstractmethod
     def dense_bytes(self) -> int:
-        """Keys and values of all tokens read so far."""
+        """Bytes of keys and values of all tokens so far."""
 
     @property
     def density(self) -> float:
@@ -133,7 +133,7 @@ def write_tokens(
     seed: int = 0,
     stop: int | None = None,
 ) -> Iterator[int]:
-    """Tokens that follow the prompt, as they are chosen; `stop` ends the text and is not given."""
+    """Yields the tokens after the prompt; `stop` ends the text and is not yielded."""
     if not prompt:
         raise ValueError("prompt must hold at least one token")
     if not isinstance(max_new_tokens, Integral) or max_new_tokens < 1:

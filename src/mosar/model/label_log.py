@@ -1,4 +1,4 @@
-"""Which regimes tokens chose, a byte each: what the density of a text is counted from."""
+"""The regimes that tokens chose, one byte each, from which a text's density is counted."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class LabelLog:
         return self._count
 
     def append(self, labels: Tensor) -> None:
-        """Takes the labels of the next tokens, [..., T']."""
+        """Appends the labels of the next tokens, [..., T']."""
         end = self._count + labels.shape[-1]
         if end > self._kept.shape[-1]:
             grown = torch.empty(*labels.shape[:-1], max(2 * end, 256), dtype=torch.uint8)
@@ -28,5 +28,5 @@ class LabelLog:
 
     @property
     def labels(self) -> Tensor:
-        """All of them, int64."""
+        """All labels, int64."""
         return self._kept[..., : self._count].long()

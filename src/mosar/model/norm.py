@@ -9,7 +9,7 @@ from mosar.kernels.elementwise import rms_norm
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last dimension; its weight starts at 0, which stands for 1."""
+    """Root-mean-square norm over the last dimension; a weight of 0 stands for a factor of 1."""
 
     def __init__(self, size: int, eps: float):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The name under which `mosar.model.cache` was known first."""
+"""The former name of `mosar.model.cache`."""
 
 from mosar.model.cache import RegimeCache, RegimeLayerCache
 

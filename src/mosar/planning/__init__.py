@@ -1,1 +1,1 @@
-"""Pencil and paper for training and serving: what `mosar plan` computes."""
+"""Estimates for training and serving: what `mosar plan` computes."""

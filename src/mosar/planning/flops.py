@@ -39,12 +39,12 @@ def _forward(config: RunConfig, mesh: Mesh, place: str) -> float:
 
 
 def attention_flops(model: ModelConfig, pairs: float, mesh: Mesh = ALONE) -> float:
-    """Forward, for a token that attends to so many keys."""
+    """Forward, for a token that attends to this many keys."""
     return 4.0 * model.num_layers * model.num_heads * model.head_dim * pairs / mesh.tensor
 
 
 def causal_pairs(context: int) -> float:
-    """Keys of a token, mean over a context."""
+    """Mean number of keys of a token in a context."""
     return (context + 1) / 2
 
 

@@ -1,4 +1,4 @@
-"""One line of a plan: a number, its unit, and how far it can be trusted."""
+"""One line of a plan: a number, its unit, and how it is known."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Line:
     unit: Unit
     basis: Basis
     how: str
-    """In a few words: the rule, or where it was measured."""
+    """The rule, or where it was measured, in a few words."""
 
 
 _SCALES = {
@@ -32,7 +32,7 @@ _SCALES = {
 
 
 def say(value: float, unit: str) -> str:
-    """A number as people read it: 12.34 GiB, 4.56 GFLOP, 800,138,240."""
+    """A readable number: 12.34 GiB, 4.56 GFLOP, 800,138,240."""
     if unit == "%":
         return f"{value:.2f} %"
     if unit in _SCALES:

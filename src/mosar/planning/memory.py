@@ -1,4 +1,4 @@
-"""Memory of one rank: what `mosar train` keeps, and a KV cache.
+"""Memory of one rank, in training and for a KV cache.
 
     parameters, gradients, AdamW     4 + 4 + 8 bytes a parameter, in float32 whatever the precision
     activations                      the tensors that a layer saves for its backward pass
@@ -19,7 +19,7 @@ from mosar.training.distributed.mesh import Mesh
 
 
 class Saved(NamedTuple):
-    """A tensor that a layer saves: numbers a token, bytes each in fp32 and in bf16 training."""
+    """A tensor that a layer saves: numbers per token, and bytes each in fp32 and bf16 training."""
 
     name: str
     numbers: float
@@ -28,7 +28,7 @@ class Saved(NamedTuple):
 
 
 def saved_by_layer(config: RunConfig, mesh: Mesh) -> list[Saved]:
-    """What one layer keeps for its backward pass, a token, on one rank."""
+    """What one layer keeps for its backward pass, per token, on one rank."""
     model = config.model
     size = model.hidden_size
     heads = model.num_heads / mesh.tensor
@@ -39,7 +39,7 @@ def saved_by_layer(config: RunConfig, mesh: Mesh) -> list[Saved]:
         Saved("inputs of the norms before attention and feed-forward", 2 * size, 4, 4),
         Saved("inputs of the norms after them", 2 * size, 4, 2),
         Saved("scales of the norms", 4, 4, 4),
-        # Under autocast each of q, k, v and of gate, up makes its own narrow copy of the input.
+        # Under autocast, q, k, v, gate and up each make a bfloat16 copy of the input.
         Saved("input of the projections", size, 4, 3 * 2),
         Saved("input of the feed-forward", size, 4, 2 * 2),
         Saved("q, k and v", query + 2 * key, 4, 4),
@@ -78,7 +78,7 @@ def _groups(config: RunConfig, mesh: Mesh) -> float:
 
 
 def layer_bytes(config: RunConfig, mesh: Mesh) -> float:
-    """Saved bytes of one layer, a token."""
+    """Bytes that one layer saves per token."""
     return sum(
         saved.numbers * (saved.bf16 if config.train.precision == "bf16" else saved.fp32)
         for saved in saved_by_layer(config, mesh)
@@ -86,7 +86,7 @@ def layer_bytes(config: RunConfig, mesh: Mesh) -> float:
 
 
 def activation_bytes(config: RunConfig, mesh: Mesh, tokens: int) -> float:
-    """All layers' saved tensors of a pass; with checkpointing the inputs, and one layer again."""
+    """Saved tensors of all layers in a pass; with checkpointing their inputs, and one layer."""
     model = config.model
     layer = layer_bytes(config, mesh)
     final_norm = 4 * (model.hidden_size + 1)
@@ -101,7 +101,7 @@ def loss_bytes(config: RunConfig, tokens: int) -> float:
 
 
 def logits_bytes(config: RunConfig, tokens: int) -> float:
-    """A chunk of logits, and once more under a soft-cap; gone before the backward pass."""
+    """A chunk of logits, twice with a soft-cap; freed before the backward pass."""
     rows = config.train.loss_chunk or max(256, (1 << 21) // config.model.vocab_size)
     arrays = 1 if config.model.final_softcap is None else 2
     return 4.0 * arrays * min(rows, tokens) * config.model.vocab_size
@@ -126,10 +126,10 @@ def gathered_bytes(config: RunConfig, mesh: Mesh) -> float:
 
 
 def cache_bytes(config: RunConfig, mesh: Mesh, keys: float, *, by_regime: bool) -> float:
-    """A KV cache of one sequence with so many keys a layer, as the model's caches hold them."""
+    """A KV cache of one sequence with this many keys per layer, as our caches store them."""
     model = config.model
     width = 2 if config.train.precision == "bf16" else 4
-    # A place and a slot for every key of a group; without regimes a position and a validity.
+    # A position and a slot for every key of a group; without regimes a position and a flag.
     notes = 8 * _groups(config, mesh) if by_regime else 9
     geometry = config.attention.build(model.head_shape)
     kept = 2 * _key_heads(config, mesh) * model.head_dim + geometry.kept_notes

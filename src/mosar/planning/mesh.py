@@ -1,4 +1,4 @@
-"""Meshes of so many ranks that a model fits, gpus = data x shard x tensor."""
+"""Meshes that fit a model, with gpus = data x shard x tensor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mosar.training.distributed.mesh import Mesh, split_obstacle
 
 
 def fitting_meshes(config: RunConfig, gpus: int, sizes: Mapping[str, int]) -> list[Mesh]:
-    """Every mesh of so many ranks with the sizes that are given, the simplest first.
+    """Every mesh of `gpus` ranks with the given sizes, the simplest first.
 
     Simple is little tensor parallelism, then little sharding: each costs communication.
     """

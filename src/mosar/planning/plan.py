@@ -32,9 +32,9 @@ class Cost:
     density: float
     basis: Basis
     share: float
-    """Of the sparse forward pass, attention's part."""
+    """Attention's share of the sparse forward pass."""
     cache: float
-    """Bytes of the KV cache after so many tokens, on one rank."""
+    """Bytes of the KV cache at this context, on one rank."""
     dense_cache: float
 
 

@@ -21,28 +21,28 @@ Row = tuple[str, float, Unit, Basis, str]
 
 @dataclass(frozen=True)
 class Batch:
-    """What one rank sees of an update."""
+    """One rank's part of an update."""
 
     windows: int
-    """Of all ranks."""
+    """Windows of all ranks."""
     pass_windows: int
     passes: int
 
 
 @dataclass(frozen=True)
 class Case:
-    """What the lines of a plan are of."""
+    """The subject of a plan's lines."""
 
     config: RunConfig
     mesh: Mesh
     context: int
     batch: Batch
     curve: DensityCurve | None
-    """What the routers choose; None: there are none, or it is not known."""
+    """What the routers choose; None without routers, or if it is not known."""
 
     @property
     def rank_tokens(self) -> int:
-        """That one rank sees in an update."""
+        """Tokens that one rank reads in an update."""
         return self.batch.pass_windows * self.batch.passes * self.context
 
     @property
@@ -59,12 +59,12 @@ class Case:
 
     @property
     def dense_flops(self) -> float:
-        """Attention over all causal pairs, a token, forward."""
+        """Attention over all causal pairs, per token, forward."""
         return flops.attention_flops(self.config.model, flops.causal_pairs(self.context))
 
     @property
     def other_flops(self) -> float:
-        """Everything but attention, a token, forward."""
+        """Everything but attention, per token, forward."""
         return flops.matrix_flops(self.config) + flops.router_flops(self.config)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""A plan on the terminal: a table a section, and how attention's cost grows with context."""
+"""Shows a plan: one table per section, and how attention's cost grows with context."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def print_plan(plan: Plan, console: Console) -> None:
 
 
 def _cost_table(costs: Iterable[Cost]) -> Table:
-    """In few digits: it should fit a terminal of 80 columns."""
+    """With few digits, so that it fits 80 columns."""
     columns = ("all pairs", "support", "density", "basis", "part", "cache", "all keys")
     table = _table("context", *columns)
     for cost in costs:

@@ -1,4 +1,4 @@
-"""The schema of every result we write: JSON objects, one a line, appended and never changed.
+"""The schema of every result: JSON objects, one per line, appended and never changed.
 
 A line holds `schema`, `kind`, `created`, `environment`, the fields of its kind, and `derived`: what
 follows from them, written for readers of the file and computed again when it is read here. Its

@@ -1,4 +1,4 @@
-"""What `mosar evaluate` finds."""
+"""Results of `mosar evaluate`."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class EvaluationRecord(Record):
     loss: float
     """Mean cross-entropy."""
     loss_stderr: float
-    """Of the mean, from the windows' own means."""
+    """Standard error of the mean, from the means of the windows."""
     buckets: list[list[float]]
     """[first position, end, mean cross-entropy, tokens] by position in the window."""
     seconds: float
-    """Of the forward passes, taken in turn with the other routings of the same evaluation."""
+    """Time of the forward passes, in turn with the other routings of the evaluation."""
     density: float
     """rho: pairs of the support over causal pairs, exact, mean over layers, groups and windows; 1
     where the geometry evaluates every pair."""
@@ -60,7 +60,7 @@ class EvaluationRecord(Record):
 
     @property
     def perplexity(self) -> float:
-        # Beyond this there is nothing to be learnt from the number.
+        # A larger number would overflow and says nothing more.
         return math.exp(min(self.loss, 700.0))
 
     def derived(self) -> dict[str, Any]:

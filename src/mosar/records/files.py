@@ -1,4 +1,4 @@
-"""Files of records: a line each, appended."""
+"""Files of records, one per line."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def record_line(record: Record) -> bytes:
 
 
 def append_record(path: Path | str, record: Record) -> None:
-    """Adds one line to a file, in one write that has reached the disk when this returns."""
+    """Appends one line to a file in one write, and flushes it to the disk."""
     line = record_line(record)
     with open(path, "ab+", buffering=0) as file:
         end = file.seek(0, os.SEEK_END)
         if end:
             file.seek(end - 1)
             if file.read(1) != b"\n":
-                # Somebody died in the middle of a line: that line is lost, this one must not be.
+                # A process died while writing the last line; do not join this one to it.
                 line = b"\n" + line
         if file.write(line) != len(line):
             raise OSError(f"{path} took only a part of a record; is the disk full?")
@@ -58,7 +58,7 @@ def append_record(path: Path | str, record: Record) -> None:
 
 
 def read_records(path: Path | str) -> list[Record]:
-    """The records of a file in its order; DamagedFile names a line that is not what was written."""
+    """The records of a file, in order; DamagedFile names a line that was altered."""
     records = []
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):

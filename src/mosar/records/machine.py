@@ -1,4 +1,4 @@
-"""What a result was made with."""
+"""The software and the machine behind a result."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _cpu_model() -> str:
 
 @lru_cache(maxsize=1)
 def _commit() -> str | None:
-    """The commit of this source tree, "+" where it was changed since; None outside of one."""
+    """The commit of this source tree, with "+" if it was changed since; None without one."""
     folder = Path(__file__).parents[1]
 
     def git(*arguments: str) -> str:
@@ -50,7 +50,7 @@ def _commit() -> str | None:
         ).stdout
 
     try:
-        # An installed copy may lie inside a repository of something else: ours tracks this file.
+        # An installed copy may be inside another repository; only ours tracks this file.
         git("ls-files", "--error-unmatch", __file__)
         commit = git("rev-parse", "HEAD").strip()
         return commit + ("+" if git("status", "--porcelain", "--", str(folder)) else "")

@@ -1,4 +1,4 @@
-"""A competitor's figures, and what a result is checked against."""
+"""A competitor's figures, and the error of its result."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """What was measured of one competitor, or why nothing was."""
+    """The measurements of one competitor, or why there are none."""
 
     samples_ms: tuple[float, ...] = ()
-    """One time a round, milliseconds a call."""
+    """Milliseconds per call, one sample per round."""
     peak_bytes: int | None = None
     """Peak resident memory of one call above what was there before it."""
     unavailable: str | None = None
@@ -28,7 +28,7 @@ class Measurement:
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorCheck:
-    """The largest error of a tensor against float64, and the budget it had."""
+    """The largest error of a tensor against float64, and its budget."""
 
     error: float | None
     """None: not a number."""

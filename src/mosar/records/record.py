@@ -21,12 +21,12 @@ class Record:
 
     kind: ClassVar[str]
     created: str = field(default_factory=_now)
-    """When, ISO 8601, UTC."""
+    """When it was made: ISO 8601, UTC."""
     environment: dict[str, Any] = field(default_factory=environment)
-    """As `environment()` gives it."""
+    """From `environment()`."""
 
     def derived(self) -> dict[str, Any]:
-        """What follows from the fields."""
+        """Values derived from the fields."""
         return {}
 
     def to_dict(self) -> dict[str, Any]:

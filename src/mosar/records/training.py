@@ -11,7 +11,7 @@ from mosar.records.record import Record
 
 
 def _word(text: str) -> str:
-    """A value as part of a file's name; what does not fit there is named by its hash."""
+    """A value as part of a file name; a hash if it does not fit there."""
     if re.fullmatch(r"[\w.+-]{1,40}", text):
         return text
     return hashlib.sha256(text.encode()).hexdigest()[:8]
@@ -25,7 +25,7 @@ class Cell:
     preset: str
     seed: int
     grid: dict[str, Any] = field(default_factory=dict)
-    """Dotted key -> value, where the experiment is repeated along an axis."""
+    """Dotted key -> value, if the experiment has an axis."""
 
     @property
     def name(self) -> str:
@@ -36,21 +36,21 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingRecord(Record):
-    """A finished training run: what it was and how its losses went."""
+    """A finished training run: its configuration and its losses."""
 
     kind: ClassVar[str] = "training"
     cell: Cell
     config: dict[str, Any]
-    """The resolved configuration, an object a section, as in the run folder."""
+    """The resolved configuration, one object per section, as in the run folder."""
     data: dict[str, Any]
     """Where the text came from: sources, tokenizer, counts, fingerprint."""
     parameters: int
-    """Numbers that were learnt, the embedding among them."""
+    """Number of parameters, including the embedding."""
     step: int
     tokens: int
-    """Seen in training."""
+    """Tokens seen in training."""
     seconds: float | None
-    """Spent in steps; None where it is not known for all of them."""
+    """Seconds spent in steps; None if not known for all of them."""
     train_curve: list[list[float]]
     """[step, lm_loss], thinned: means over equal spans of steps."""
     valid_curve: list[list[float]]

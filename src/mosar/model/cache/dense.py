@@ -1,4 +1,4 @@
-"""The cache of a layer without regimes: it keeps every token and gives all of them back."""
+"""The cache of a layer without regimes: it keeps every token."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class DenseLayerCache(LayerCache):
         self._check_tokens(k, v, key_positions, key_valid)
         positions = None if key_positions is None else key_positions.long()
         counted = Tokens(k, v, notes=notes, valid=key_valid, first_slot=self._slots)
-        # What a graph is given may be anything.
+        # An exported graph must work for any positions.
         self._placed |= key_valid is not None or (
             positions is not None
             and (torch.compiler.is_exporting() or not torch.equal(positions, counted.all_positions))

@@ -1,4 +1,4 @@
-"""What every KV cache can do, whatever it keeps: rows move, the last tokens go.
+"""What every KV cache can do: reorder rows, drop the last tokens.
 
 Shapes: B rows, Hkv key/value heads, Gr routing groups, S tokens, D head dim.
 """
@@ -25,7 +25,7 @@ class LayerCache:
         self.reset()
 
     def reset(self) -> None:
-        """Forgets everything, also how many rows there were."""
+        """Forgets everything, including the number of rows."""
         self._store: OrderedKeys | RegimeKeys | None = None
         self._slots = self._rows = 0
         # Of what was stored: Hkv, D and Gr, and the device.
@@ -50,7 +50,7 @@ class LayerCache:
 
     @property
     def allocated_bytes(self) -> int:
-        """The memory that the cache holds: keys, values, bookkeeping, spare room."""
+        """Allocated bytes: keys, values, bookkeeping, spare room."""
         return 0 if self._store is None else self._store.allocated_bytes
 
     @property
@@ -64,7 +64,7 @@ class LayerCache:
         return isinstance(self._store, OrderedKeys)
 
     def ordered(self) -> Tokens:
-        """All tokens in the order they came; a ValueError where keys have been evicted."""
+        """All tokens in order of arrival; a ValueError if keys have been evicted."""
         if self._store is None:
             raise ValueError("the cache is empty")
         return self._store.ordered()
@@ -79,7 +79,7 @@ class LayerCache:
             self._slots, self._tensors = length, None
 
     def check_crop(self, length: int) -> int:
-        """What `crop` would keep; a ValueError where it would refuse."""
+        """The length that `crop` would keep; a ValueError if it would refuse."""
         if isinstance(length, bool) or not isinstance(length, int):
             raise ValueError(f"length must be an integer, got {length!r}")
         length = min(max(self._slots + length, 0) if length < 0 else length, self._slots)
@@ -94,7 +94,7 @@ class LayerCache:
         self.batch_select(beam_idx)
 
     def batch_repeat(self, repeats: int) -> None:
-        """Every row `repeats` times in a row, as `repeat_interleave` does."""
+        """Repeats every row `repeats` times, like `repeat_interleave`."""
         if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
             raise ValueError(f"repeats must be an integer >= 1, got {repeats!r}")
         self.batch_select(torch.arange(self._rows).repeat_interleave(repeats))
@@ -132,7 +132,7 @@ class LayerCache:
         return self._tensors
 
     def load_tensors(self, tensors: dict[str, Any]) -> None:
-        """Takes what `tensors` of another cache gave, in place of all tokens so far."""
+        """Replaces all tokens by the `tensors` of another cache."""
         self.reset()
         tokens = Tokens(**tensors)
         store = self._new_store(tokens, in_order=True)
@@ -140,12 +140,12 @@ class LayerCache:
         self._note(store, tokens)
 
     def settings(self) -> dict[str, Any]:
-        """What another cache must be made with to take this one's tensors, as JSON holds it."""
+        """JSON values of the settings that another cache needs to take these tensors."""
         return {}
 
     @classmethod
     def from_settings(cls, settings: dict[str, Any]):
-        """An empty cache of these settings."""
+        """An empty cache with these settings."""
         return cls(**settings)
 
     def _new_store(self, tokens: Tokens, in_order: bool = False) -> Any:
@@ -229,7 +229,7 @@ class ModelCache(Generic[L]):
             layer.reset()
 
     def crop(self, length: int) -> None:
-        """All layers or none: they must not end up at different tokens."""
+        """All layers or none: they must always hold the same tokens."""
         for layer in self.layers:
             layer.check_crop(length)
         for layer in self.layers:
