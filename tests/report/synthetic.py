@@ -116,6 +116,22 @@ def compare(folder: Path, **changes: Any) -> Comparison:
     return Comparison(load_experiment(write_experiment(folder, **options)))
 
 
+RIVALS = ("fox", "t5", "kerple", "xpos", "nsa", "longformer")
+
+
+def compare_many(folder: Path) -> Comparison:
+    """Those of the paper and rivals of every family; fox is the best, longformer the worst."""
+    write_experiment(folder, seeds=(0,), factors=(1, 4), benchmarks=False)
+    for place, name in enumerate(RIVALS):
+        rope = Cell(variant="rope", preset="small", seed=0)
+        for record in make_evaluations(rope, (1, 4)):
+            cell, loss = replace(rope, variant=name), record.loss - 2 + place / 2
+            append_record(
+                folder / "records" / f"{name}.jsonl", replace(record, cell=cell, loss=loss)
+            )
+    return Comparison(load_experiment(folder))
+
+
 def render(c: Comparison) -> str:
     """The page."""
     sections = make_sections(c)

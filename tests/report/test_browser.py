@@ -9,7 +9,7 @@ from mosar.files import sealed, unsealed
 from mosar.report.comparison import Comparison
 from mosar.report.experiment import load_experiment
 from report import synthetic
-from report.synthetic import compare, render, write_experiment
+from report.synthetic import compare, compare_many, render, write_experiment
 
 MAIN = "#table-main thead tr:last-child th"
 DELTA = "#fig-delta_by_length"
@@ -150,6 +150,43 @@ def test_axes_follow_what_is_visible(tab):
     assert len(pairs) >= 0.85 * len(before)
     for new, old in pairs:
         assert new[: len(old)] == pytest.approx(old, abs=0.15) and len(new) - len(old) in (0, 2)
+
+
+def test_of_many_variants_a_few_are_shown_at_first(browser, tmp_path):
+    path = tmp_path / "index.html"
+    path.write_text(render(compare_many(tmp_path / "run")), encoding="utf-8")
+    browser.open(path)
+    chart = "#fig-perplexity_by_length"
+
+    def drawn():
+        return set(each(browser, f"{chart} .series:not(.off)", "e.dataset.key"))
+
+    def chips():
+        keys = each(browser, f"{chart} .chip", "b.width && e.dataset.key")
+        return {key for key in keys if key}
+
+    few = {"rope", "alibi", "mosar", "fox", "t5", "kerple"}
+    assert drawn() == chips() == few
+    click(browser, f"{chart} .expand")
+    everything = {*synthetic.ALL, *synthetic.RIVALS}
+    assert chips() == everything and drawn() == few
+    click(browser, f'{chart} .chip[data-key="nsa"]')
+    assert drawn() == {*few, "nsa"}
+    click(browser, "#all")
+    assert drawn() == everything
+    click(browser, "#all")
+    assert drawn() == few
+    # Each line has its own colour in the legend.
+    stroke = "[e.closest('[data-key]').dataset.key, getComputedStyle(e).stroke]"
+    shown = each(browser, f"{chart} .chip .sample path:not(defs *)", stroke)
+    lines = each(browser, f"{chart} .series > path", stroke)
+    assert dict(shown) == dict(lines) and len({line for _, line in lines}) == len(everything)
+    assert len(each(browser, "#table-main tr.group", "1")) == 4
+    click(browser, f"{MAIN}:nth-child(2) button")
+    assert each(browser, "#table-main tr.group", "1") == []
+    places = list(map(float, column(browser, 1)))
+    assert places == sorted(places) and len(places) == len(everything)
+    assert browser.errors == []
 
 
 def colours(tab):

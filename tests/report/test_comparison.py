@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from mosar.records import Cell, append_record
+from mosar.report.claims import far_accuracy, medium_reach
 from mosar.report.comparison import (
     Comparison,
     Estimate,
@@ -17,6 +18,7 @@ from mosar.report.comparison import (
     mean_share,
     relative_percent,
 )
+from mosar.report.curves import axis_charts
 from mosar.report.experiment import load_experiment
 from mosar.report.formats import setting
 from mosar.report.summary import abstract
@@ -28,6 +30,7 @@ from report.synthetic import (
     make_retrieval,
     make_training,
     perplexity,
+    write_cell,
     write_experiment,
 )
 
@@ -124,6 +127,41 @@ def test_grid_cells_are_an_axis_and_stay_out_of_the_comparison(comparison):
     found = comparison.along_axis(points[0].cells["mosar"], 4.0, None, lambda r: r.perplexity)
     cell = Cell(variant="mosar", preset="small", seed=0, grid={key: "4.0"})
     assert found.values == {0: pytest.approx(perplexity(cell, 4))}
+
+
+def test_figures_along_an_axis(tmp_path):
+    key = "attention.barrier"
+    write_experiment(tmp_path, variants=(), benchmarks=False)
+    for value in ("4.0", "6.0"):
+        for seed in (0, 1):
+            cell = Cell(variant="mosar", preset="small", seed=seed, grid={key: value})
+            write_cell(tmp_path, cell, retrieval=True)
+    c = Comparison(load_experiment(tmp_path))
+    charts = {chart.name.removeprefix(f"grid_{key}_"): chart for chart in axis_charts(c, key)}
+    assert list(charts) == [
+        *("perplexity", "gap", "discarded_mass", "density", "far_passkey", "far_recall")
+    ]
+    solid, dashed = charts["gap"].series
+    assert (solid.note, dashed.note) == ("1×", "4×")
+    for place, point in zip(("4.0", "6.0"), dashed.points, strict=True):
+        losses = {
+            (record.routing, record.cell.seed): record.loss
+            for record in c.experiment.evaluations
+            if record.length == 4 * record.train_length and record.cell.grid == {key: place}
+        }
+        gaps = [
+            (math.exp(losses["sparse", seed] - losses["soft", seed]) - 1) * 100 for seed in (0, 1)
+        ]
+        assert point.x == float(place) and point.y == pytest.approx(statistics.fmean(gaps))
+    trained, sparse = charts["far_passkey"].series
+    assert (trained.note, sparse.note) == ("as trained", "sparse")
+    beyond = medium_reach(c)
+    found = [
+        far_accuracy(record, beyond)
+        for record in c.experiment.retrievals
+        if (record.task, record.routing, record.cell.grid) == ("passkey", "sparse", {key: "6.0"})
+    ]
+    assert len(found) == 2 and sparse.points[1].y == pytest.approx(statistics.fmean(found))
 
 
 def test_of_a_grid_without_plain_cells_the_papers_point_is_compared(tmp_path):

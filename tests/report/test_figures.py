@@ -9,8 +9,8 @@ from mosar import MoSARConfig, Regime, RegimeKernel
 from mosar.records import Measurement
 from mosar.report.charts import Chart, Point, Series
 from mosar.report.curves import break_even
-from mosar.report.drawing import enough_ticks, tick_levels, y_domain
-from mosar.report.figures import FORMATS, draw_decay_kernels, draw_speedup, render_figure
+from mosar.report.drawing import FORMATS, enough_ticks, render_figure, tick_levels, y_domain
+from mosar.report.figures import draw_decay_kernels, draw_speedup
 from mosar.report.palette import VARIANTS, pair_looks
 from mosar.report.routing_charts import regime_pairs
 

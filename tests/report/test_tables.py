@@ -4,11 +4,13 @@ import math
 import re
 import statistics
 from dataclasses import replace
+from itertools import groupby
 
 import pytest
 
+from mosar.geometries import VARIANTS
 from mosar.records import Cell, append_record
-from mosar.report.comparison import Comparison, Estimate
+from mosar.report.comparison import Comparison, Estimate, Setting
 from mosar.report.experiment import load_experiment
 from mosar.report.formats import count, duration, number, percent, perplexity, setting, share
 from mosar.report.markup import latex, latex_tables, markdown_tables
@@ -17,6 +19,7 @@ from mosar.report.tables import (
     Column,
     Table,
     TableCell,
+    gap_table,
     main_table,
     mode_table,
     pair_table,
@@ -25,7 +28,7 @@ from mosar.report.tables import (
     spread,
 )
 from mosar.report.terminal import main_table_text
-from report.synthetic import make_evaluation, write_experiment
+from report.synthetic import compare_many, make_evaluation, write_experiment
 from report.synthetic import perplexity as made_perplexity
 
 
@@ -59,6 +62,45 @@ def test_main_table_has_the_best_first_and_marked(comparison):
     paper = column(table, "perplexity, 2×", "paper, 4k")
     (best,) = [key for key, row in zip(table.keys, table.rows, strict=True) if row[paper].best]
     assert best == "mosar"
+
+
+def test_many_variants_are_grouped_by_family(tmp_path):
+    c = compare_many(tmp_path)
+    assert set(c.featured) == {"rope", "alibi", "mosar", *("fox", "t5", "kerple")}
+    table = main_table(c)
+    families = [family for family, _ in groupby(table.groups)]
+    assert len(families) == len(set(families)) == 4 and table.keys[0] == "fox"
+    index = column(table, "perplexity, 4×", "ours")
+    for family in families:
+        rows = zip(table.groups, table.rows, strict=True)
+        figures = [row[index].sort for group, row in rows if group == family]
+        assert figures == sorted(figures)
+    ranked = main_table(c, grouped=False)
+    assert ranked.keys == tuple(c.ranked(4.0)) and ranked.groups == ()
+
+
+def test_methods_are_compared_by_what_was_measured(tmp_path):
+    c = compare_many(tmp_path)
+    table = gap_table(c)
+    rows = dict(zip(table.keys, table.rows, strict=True))
+    told = {name: [cell.text for cell in rows[name][1:3]] for name in rows}
+    assert told["mosar"] == told["fox"] == ["yes", "learned"]
+    assert told["alibi"] == told["xpos"] == ["no", "fixed"]
+    assert told["nsa"] == ["yes", "no"] and told["rope"] == ["no", "no"]
+    # Executed sparsely, not as it was trained.
+    sparse = Setting("mosar", 4.0, "sparse")
+    assert rows["mosar"][column(table, "perplexity", "4×")].sort == c.estimate(sparse).mean
+    density = c.estimate(sparse, lambda record: record.density).mean
+    assert rows["mosar"][column(table, "pairs read", "4×")].sort == density < 1
+    far = column(table, "far passkey", "4×")
+    assert 0 < rows["mosar"][far].sort < 1 and rows["fox"][far].text == "–"
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_geometry_that_routes_or_reads_by_content_is_adaptive(name):
+    geometry = VARIANTS[name].geometry_class
+    if geometry.routed or getattr(geometry, "reads_by_content", False):
+        assert geometry.adaptive
 
 
 def table_names(comparison):

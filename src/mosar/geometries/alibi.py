@@ -15,7 +15,7 @@ from mosar.geometries.geometry import Attended, Geometry, wide_dtype
 class Alibi(Geometry):
     """A bias of -slope * distance, one slope per head, and no rotation."""
 
-    family = "distance"
+    family, decay = "distance", "fixed"
     source = "Press et al. 2022 (ALiBi)"
 
     def attend(

@@ -126,6 +126,7 @@ def draw(*numbers: Any) -> Tensor:
 class MoBA(BlockSelection):
     """The blocks whose mean key fits the query best; the choice has no gradient."""
 
+    adaptive = True
     source = "Lu et al. 2025 (MoBA)"
 
     @dataclass(frozen=True, kw_only=True)

@@ -33,6 +33,7 @@ class DSA(Chunked, Rope):
     """RoPE, and the keys that a learned indexer chooses."""
 
     family, reads_hidden, learns = "window", True, "an indexer"
+    adaptive = True
     source, checked = "DeepSeek-V3.2 (2025)", "its law; flash-linear-attention"
     settings = Rope.settings | {"cost_weight", "cost_warmup"}
     progress: float = 1.0

@@ -28,6 +28,7 @@ class Forgetting(Geometry):
     """A forget gate per token and query head, from the layer's input."""
 
     family, reads_hidden, learns = "routing", True, "a forget gate per head"
+    adaptive, decay = True, "learned"
     source = "Lin et al. 2025 (FoX)"
     checked = "its law; flash-linear-attention"
 

@@ -78,6 +78,10 @@ class Geometry(nn.Module):
     """What its attention depends on; figures may group variants by it."""
     learns: ClassVar[str] = "–"
     """What its own parameters are, in a few words."""
+    adaptive: ClassVar[bool] = False
+    """Whether contents decide which pairs are read or how they are weighed, besides q·k."""
+    decay: ClassVar[Literal["no", "fixed", "learned"]] = "no"
+    """How attention falls with the distance of a pair, if it does."""
     native: ClassVar[bool] = True
     """Whether compiled kernels attend; else torch operators do, in chunks of queries."""
     source: ClassVar[str] = "Kazemnejad et al. 2023 (NoPE)"

@@ -28,7 +28,7 @@ _LARGEST_EXPONENT = 40.0
 class Hyperbolic(Chunked):
     """No rotation; scores (not weights) decay with distance, each pair of dims at two rates."""
 
-    family = "distance"
+    family, decay = "distance", "fixed"
     source = "Dai et al. 2025 (HoPE)"
     settings = frozenset({"rope_theta"})
 

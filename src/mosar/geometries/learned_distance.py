@@ -30,6 +30,7 @@ class T5Bias(Geometry):
     """
 
     family, learns = "distance", "a bias per bucket"
+    decay = "learned"
     source, checked = "Raffel et al. 2020 (T5)", "its law; transformers"
 
     @dataclass(frozen=True, kw_only=True)
@@ -82,6 +83,7 @@ class Kerple(Geometry):
     """
 
     family, learns = "distance", "rate and power per head"
+    decay = "learned"
     source, checked = "Chi et al. 2022 (KERPLE)", "its law; ALiBi at power 1"
     smallest = 0.01
     """Both are held at or above it, and the power at or below 2."""

@@ -33,6 +33,7 @@ class MoSAR(Rope):
 
     routed, family = True, "routing"
     source, learns = "MoSAR", "routers of queries and keys"
+    adaptive, decay = True, "learned"
     checked = "its law, and an independent oracle"
     settings = Rope.settings | {
         *("regimes", "router_hidden", "temperature", "barrier", "exponent", "epsilon"),

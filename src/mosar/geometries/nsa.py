@@ -56,6 +56,7 @@ class NSA(Chunked, Rope):
     """RoPE, and three branches of attention."""
 
     family, reads_hidden, learns = "window", True, "compression and gates"
+    adaptive = True
     source, checked = "Yuan et al. 2025 (NSA)", "its law; flash-linear-attention"
 
     @dataclass(frozen=True, kw_only=True)

@@ -43,6 +43,7 @@ class Fixed(OneRegime):
     """The gate of one regime for every pair; under "sparse" routing it ends at the reach."""
 
     settings, family = OneRegime.settings | {"barrier", "exponent"}, "distance"
+    decay = "fixed"
 
     def __init__(self, attention: AttentionConfig, shape: HeadShape):
         super().__init__(attention, shape)

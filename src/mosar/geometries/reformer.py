@@ -31,7 +31,7 @@ class Reformer(Chunked, Rope):
     """RoPE after hashing; keys are made of queries, so `k_proj` is unused."""
 
     family = "window"
-    reads_by_content = True
+    reads_by_content = adaptive = True
     source, checked = "Kitaev et al. 2020 (Reformer)", "its law; reformer-pytorch"
 
     @dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,7 @@ class Selective(Chunked, Rope):
     Head 0 says so. The first token of a document is spared, and a query does not lower itself.
     """
 
-    family = "routing"
+    family, adaptive = "routing", True
     source, checked = "Leviathan et al. 2025 (Selective Attention)", "its law; x-transformers"
 
     @property
@@ -81,6 +81,7 @@ class CoPE(Chunked):
     """Contextual positions: a query counts the keys that it lets through; no rotation."""
 
     family, learns = "distance", "a vector per count"
+    adaptive = True
     source, checked = "Golovneva et al. 2024 (CoPE)", "its law; x-transformers"
 
     @dataclass(frozen=True, kw_only=True)
@@ -110,6 +111,7 @@ class Inkling(Chunked):
     """Each query mixes learned curves of bias over distance; no rotation."""
 
     family, reads_hidden, learns = "distance", True, "curves and their mixture"
+    adaptive, decay = True, "learned"
     source, checked = "Inkling (Thinking Machines 2026)", "its law; x-transformers"
 
     @dataclass(frozen=True, kw_only=True)

@@ -35,6 +35,7 @@ class Span(Rope):
     """RoPE, and a span that has a price."""
 
     family, settings = "window", Rope.settings | {"cost_weight", "cost_warmup"}
+    decay = "learned"
     source = "Sukhbaatar et al. 2019 (Adaptive Attention Span)"
     checked = "its law; weights that are masked and normalised again"
 
@@ -100,6 +101,7 @@ class DynamicSpan(Chunked, Span):
 
     reads_hidden = reads_by_content = True
     learns = "a span per query and head"
+    adaptive = True
 
     def __init__(self, attention: AttentionConfig, shape: HeadShape):
         super().__init__(attention, shape)

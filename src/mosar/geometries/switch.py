@@ -26,6 +26,7 @@ class Switch(MoSAR):
     """A window of N/4 or all of the past, chosen by the query's router."""
 
     learns = "a router of queries"
+    decay = "no"
     source, checked = "Zhao et al. 2026 (Switch Attention)", "its law; mosar_attention"
     settings = MoSAR.settings - {"composition", "exponent", "ladder"}
 

@@ -28,6 +28,7 @@ _LARGEST_EXPONENT = 60
 class XPos(Rope):
     """Rotation, and a factor per frequency that depends on the distance of a pair."""
 
+    decay = "fixed"
     source, checked = "Sun et al. 2022 (xPos)", "its law; rotary-embedding-torch"
 
     @dataclass(frozen=True, kw_only=True)

@@ -196,7 +196,7 @@ def far_accuracy(record: RetrievalRecord, beyond: float | None) -> float | None:
     return sum(row[2] * row[3] for row in rows) / answers if answers else None
 
 
-def _found_from_far(
+def found_from_far(
     c: Comparison, variant: str, task: str, factor: float, routing: str
 ) -> Estimate | None:
     """Share of right answers from beyond the medium reach, of each seed."""
@@ -216,7 +216,7 @@ def _long_links(c: Comparison) -> Finding:
     tasks = sorted({record.task for record in c.retrievals}, reverse=True)
     for task, factor in product(tasks, LENGTHS):
         soft, sparse = (
-            _found_from_far(c, "mosar", task, factor, routing) for routing in ("soft", "sparse")
+            found_from_far(c, "mosar", task, factor, routing) for routing in ("soft", "sparse")
         )
         finding = _fewer(soft, sparse)
         parts.append((f"{task} {times(factor)}" if len(tasks) > 1 else times(factor), finding))
@@ -289,8 +289,8 @@ def _finds_like_rope(c: Comparison, variant: str) -> Finding:
         (
             f"{task} {times(factor)}",
             _fewer(
-                _found_from_far(c, "rope", task, factor, "native"),
-                _found_from_far(c, variant, task, factor, "sparse"),
+                found_from_far(c, "rope", task, factor, "native"),
+                found_from_far(c, variant, task, factor, "sparse"),
             ),
         )
         for task, factor in product(tasks, LENGTHS[:2])

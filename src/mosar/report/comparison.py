@@ -17,13 +17,17 @@ from typing import Any, NamedTuple
 
 from mosar.core.config import MoSARConfig
 from mosar.files import parse_json
-from mosar.geometries import GEOMETRIES
+from mosar.geometries import GEOMETRIES, VARIANTS, Geometry
 from mosar.records import Cell, EvaluationRecord, RetrievalRecord, TrainingRecord
 from mosar.report.experiment import Experiment, task_of
 from mosar.report.palette import Look, in_order, variant_looks
 from mosar.report.paper import paper
 
 BASELINE = "rope"
+# With more variants than this, figures show a few at first: these, and the best of the others.
+MANY = 12
+_ALWAYS = (BASELINE, "alibi", "mosar", "mosar-hard", "mosar-plus")
+_BEST = 3
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,27 @@ class Comparison:
     def evaluated(self) -> list[str]:
         """Variants with an evaluation."""
         return in_order({variant for variant, _, _ in self._records})
+
+    @cached_property
+    def featured(self) -> list[str]:
+        """Variants that charts show at first: all of them, or a few where there are many."""
+        if len(self.looks) <= MANY or self.longest is None:
+            return list(self.looks)
+        others = [name for name in self.ranked(self.longest) if name not in _ALWAYS]
+        return in_order({*(set(_ALWAYS) & set(self.looks)), *others[:_BEST]})
+
+    def ranked(self, factor: float) -> list[str]:
+        """Evaluated variants by their perplexity at a length, the best first."""
+        found = {name: self.estimate(Setting(name, factor)) for name in self.evaluated}
+        means = {name: math.inf if e is None else e.mean for name, e in found.items()}
+        return sorted(means, key=lambda name: means[name])
+
+    def geometry_class(self, variant: str) -> type[Geometry] | None:
+        """The geometry that a variant was trained with; None where it is not known."""
+        runs = self.trainings.get(variant, {}).values()
+        names = (run.config.get("attention", {}).get("geometry") for run in runs)
+        known = VARIANTS.get(variant)
+        return GEOMETRIES.get(next(names, known.geometry if known else ""))
 
     @cached_property
     def routed(self) -> list[str]:
@@ -229,8 +254,9 @@ class Comparison:
         for record in self.trainings.get(variant, {}).values():
             attention, config = record.config.get("attention", {}), geometry_of(record.config)
             geometry = GEOMETRIES.get(attention.get("geometry"))
-            if geometry is None or "regime" not in geometry.settings:
-                return 1.0
+            if geometry is not None and "regime" not in geometry.settings:
+                # A window of another kind has no reach in the sense of regimes.
+                return None if geometry.family == "window" else 1.0
             if config is None:
                 return None
             reaches = {regime.name: regime.reach for regime in config.regimes}
@@ -288,12 +314,17 @@ class Comparison:
         return _plain(cell.grid.get(key))
 
     def along_axis(
-        self, cells: Iterable[Cell], factor: float, routing: str | None, value: Value
+        self,
+        cells: Iterable[Cell],
+        factor: float,
+        routing: str | None,
+        value: Callable[[Any], float | None],
+        records: Iterable[EvaluationRecord | RetrievalRecord] | None = None,
     ) -> Estimate | None:
-        """A figure over the seeds of some cells of one variant."""
+        """A figure over the seeds of some cells of one variant, from evaluations or `records`."""
         names = {cell.name: cell.seed for cell in cells}
         values: dict[int, float] = {}
-        for record in self.experiment.evaluations:
+        for record in self.experiment.evaluations if records is None else records:
             wanted = ("soft", "native") if routing is None else (routing,)
             if record.cell.name not in names or record.routing not in wanted:
                 continue

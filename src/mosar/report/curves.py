@@ -6,9 +6,17 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
+from typing import Any
 
-from mosar.records import AttentionBenchmark, DecodeBenchmark, EvaluationRecord, RetrievalRecord
+from mosar.records import (
+    AttentionBenchmark,
+    Cell,
+    DecodeBenchmark,
+    EvaluationRecord,
+    RetrievalRecord,
+)
 from mosar.report.charts import DASHED, DOTTED, Chart, Mark, Point, Series, cap_of, point, points
+from mosar.report.claims import far_accuracy, medium_reach
 from mosar.report.comparison import (
     BASELINE,
     Comparison,
@@ -19,9 +27,13 @@ from mosar.report.comparison import (
     factor_of,
     mean_mass,
     perplexity_of,
+    relative_percent,
 )
 from mosar.report.formats import percent, perplexity, setting, share, times
 from mosar.report.palette import Look, sequence_looks
+
+# A figure of the cells of one variant at a point of an axis.
+Along = Callable[[list[Cell]], Estimate | None]
 
 
 def variant_series(
@@ -213,67 +225,108 @@ def axis_chart(
     key: str,
     name: str,
     y_label: str,
-    value: Callable[[EvaluationRecord], float | None],
-    routing: str | None,
+    ways: dict[str, Along],
     text: Callable[[float], str],
+    **options: Any,
 ) -> Chart:
-    """A figure against a grid's axis: one line per variant and length."""
+    """A figure against a grid's axis: of each variant a line for every way to take it."""
     stops = c.axes[key]
     numeric = all(
         isinstance(p.value, (int, float)) and not isinstance(p.value, bool) for p in stops
     )
     places = {float(p.value) if numeric else float(i): p for i, p in enumerate(stops)}
     found = {variant for stop in stops for variant in stop.cells}
-    # The training length and the longest.
-    lengths = list(dict.fromkeys([*c.factors[:1], *c.factors[-1:]]))
     lines = [
         Series(
             key=variant,
             look=c.looks[variant],
-            note=times(factor),
+            note=note,
             dash=dash,
             points=points(
-                places,
-                lambda x, v=variant, f=factor: c.along_axis(
-                    places[x].cells.get(v, []), f, routing, value
-                ),
-                text,
+                places, lambda x, v=variant, f=figure: f(places[x].cells.get(v, [])), text
             ),
         )
         for variant in c.looks
         if variant in found
-        for factor, dash in zip(lengths, ("", DASHED), strict=False)
+        for (note, figure), dash in zip(ways.items(), ("", DASHED), strict=False)
     ]
     spaced = numeric and min(places, default=0) > 0 and max(places) / min(places) >= 8
-    last = f", dashed at {times(lengths[-1])}" if len(lengths) > 1 else ""
+    notes = [f"{style}: {note}" for style, note in zip(("Solid", "dashed"), ways, strict=False)]
     return Chart(
         name=f"grid_{key}_{name}",
-        title=f"{y_label.capitalize()} against {key}",
-        caption=f"Solid at {times(lengths[0])}{last}." if lengths else "",
+        title=f"{y_label[:1].upper()}{y_label[1:]} against {key}",
+        caption=f"{'; '.join(notes)}." if notes else "",
         x_label=key,
         y_label=y_label,
         x_log=bool(spaced),
-        y_log=name == "perplexity",
-        y_zero=name != "perplexity",
         x_ticks=tuple((x, setting(stop.value)) for x, stop in places.items()),
         series=tuple(lines),
+        **options,
     )
 
 
 def axis_charts(c: Comparison, key: str) -> list[Chart]:
-    """Perplexity, discarded mass and density against a grid's axis."""
-    charts = [axis_chart(c, key, "perplexity", "perplexity", perplexity_of, None, perplexity)]
-    for name, y_label, value in (
-        ("discarded_mass", "discarded mass", mean_mass),
-        ("density", "support density ρ", lambda record: record.density),
-    ):
-        # An evaluation may have measured it under one of the two only.
-        found = (
-            axis_chart(c, key, name, y_label, value, routing, share)
-            for routing in ("sparse", "top1")
+    """What an axis changes: perplexity, the price of going sparse, what is read, what is found."""
+
+    def at_lengths(figure: Callable[[list[Cell], float], Estimate | None]) -> dict[str, Along]:
+        """At the training length and at the longest."""
+        lengths = dict.fromkeys([*c.factors[:1], *c.factors[-1:]])
+        return {times(f): lambda cells, f=f: figure(cells, f) for f in lengths}
+
+    def discrete(value: Callable[[EvaluationRecord], float | None]) -> dict[str, Along]:
+        """An evaluation may have measured it under one of the two routings only."""
+        return at_lengths(
+            lambda cells, f: (
+                c.along_axis(cells, f, "sparse", value) or c.along_axis(cells, f, "top1", value)
+            )
         )
-        charts.append(next((chart for chart in found if not chart.empty), charts[0]))
-    return [chart for chart in dict.fromkeys(charts) if not chart.empty]
+
+    def gap(cells: list[Cell], factor: float) -> Estimate | None:
+        sparse, soft = (c.along_axis(cells, factor, r, perplexity_of) for r in ("sparse", "soft"))
+        return relative_percent(sparse, soft)
+
+    own = at_lengths(lambda cells, f: c.along_axis(cells, f, None, perplexity_of))
+    charts = [
+        axis_chart(c, key, "perplexity", "perplexity", own, perplexity, y_log=True),
+        axis_chart(
+            *(c, key, "gap", "sparse against soft routing", at_lengths(gap), percent),
+            unit=" %",
+            line_at=0.0,
+        ),
+        axis_chart(
+            *(c, key, "discarded_mass", "discarded mass", discrete(mean_mass), share), y_zero=True
+        ),
+        axis_chart(
+            *(c, key, "density", "support density ρ", discrete(lambda r: r.density), share),
+            y_zero=True,
+        ),
+        *_found_along(c, key),
+    ]
+    return [chart for chart in charts if not chart.empty]
+
+
+def _found_along(c: Comparison, key: str) -> Iterable[Chart]:
+    """Right answers from far away, as the model was trained and executed sparsely."""
+    by_task: dict[str, list[RetrievalRecord]] = {}
+    for record in c.experiment.retrievals:
+        by_task.setdefault(record.task, []).append(record)
+    for task, records in sorted(by_task.items()):
+        near = min(map(factor_of, records))
+        ways = {
+            note: _far_along(c, records, near, routing)
+            for note, routing in (("as trained", None), ("sparse", "sparse"))
+        }
+        label = f"{task} from far, {times(near)}"
+        yield axis_chart(c, key, f"far_{task}", label, ways, share, y_domain=(0.0, 1.02))
+
+
+def _far_along(
+    c: Comparison, records: list[RetrievalRecord], factor: float, routing: str | None
+) -> Along:
+    beyond = medium_reach(c)
+    return lambda cells: c.along_axis(
+        cells, factor, routing, lambda record: far_accuracy(record, beyond), records
+    )
 
 
 def speedup_charts(records: Iterable[AttentionBenchmark]) -> list[Chart]:

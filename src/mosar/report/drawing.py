@@ -67,6 +67,7 @@ STYLE: dict[Any, Any] = {
 BOX = (70, 20, 438, 250)
 SIZE = (520, 314)
 _TITLE = 24
+_LEGEND_ROWS = 16
 _PADDING = 0.06
 _FEWEST_TICKS, _MOST_TICKS = 4, 250
 _MOST_MARKERS = 24
@@ -146,8 +147,13 @@ def draw_charts(charts: Sequence[Chart]) -> Figure:
             if many:
                 axes.set_title(chart.title, loc="left", fontsize=13, color=INK, pad=10)
             if len(labels) > 1 and labels != following:
+                # A handle beyond the picture's edge would not be drawn.
                 legend = axes.legend(
-                    frameon=False, loc="center left", bbox_to_anchor=(1.02, 0.5), fontsize=11
+                    frameon=False,
+                    loc="center left",
+                    bbox_to_anchor=(1.02, 0.5),
+                    fontsize=11,
+                    ncols=math.ceil(len(labels) / _LEGEND_ROWS),
                 )
                 legend.set_gid("part-legend")
                 listed = (series for series in chart.series if series.in_legend)

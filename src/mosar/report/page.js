@@ -17,6 +17,8 @@
         const order = isNaN(x) || isNaN(y) ? x.localeCompare(y) : x - y;
         return down ? -order : order;
       };
+      // Families end where all rows are ranked.
+      all("tr.group", body).forEach((row) => row.remove());
       body.append(...[...body.rows].sort(compare));
     }));
   }
@@ -66,7 +68,9 @@
   }
 
   // The legend switches a series off in every chart.
-  const charts = all("svg[data-box]"), chips = all(".chip"), hidden = new Set();
+  // Of many variants a few are shown at first; the others are one click away.
+  const few = document.querySelector("main").dataset.hidden?.split(" ") ?? [];
+  const charts = all("svg[data-box]"), chips = all(".chip"), hidden = new Set(few);
   const showAll = document.getElementById("all");
   function apply() {
     for (const chip of chips) chip.setAttribute("aria-pressed", String(!hidden.has(chip.dataset.key)));
@@ -75,13 +79,24 @@
         part.classList.toggle("off", hidden.has(part.dataset.key) || hidden.has("note:" + part.dataset.note));
       rescale(svg);
     }
-    showAll.hidden = !hidden.size;
+    showAll.hidden = !hidden.size && !few.length;
+    showAll.textContent = hidden.size ? "Show all" : "Show a few";
   }
   for (const chip of chips) chip.addEventListener("click", () => {
     if (!hidden.delete(chip.dataset.key)) hidden.add(chip.dataset.key);
     apply();
   });
-  showAll.addEventListener("click", () => { hidden.clear(); apply(); });
+  showAll.addEventListener("click", () => {
+    const shown = hidden.size > 0;
+    hidden.clear();
+    if (!shown) few.forEach((key) => hidden.add(key));
+    apply();
+  });
+  for (const button of all(".expand")) button.addEventListener("click", () => {
+    const open = button.parentElement.classList.toggle("open");
+    button.setAttribute("aria-expanded", String(open));
+  });
+  if (few.length) apply();
 
   // Tooltips: everything at the nearest place, with the mouse, a finger or the arrow keys.
   const tip = document.getElementById("tip");

@@ -64,6 +64,7 @@ def render_page(
         kind=lambda item: type(item).__name__,
         figures=figures,
         looks=looks,
+        hidden=[variant for variant in c.looks if variant not in c.featured],
         chart=lambda chart: _chart(chart, pictures[chart.name]),
         picture=lambda name: inline(pictures[name], name)[0],
         support=lambda grid, name: inline(draw_support(grid), name)[0],
@@ -197,8 +198,19 @@ def _stacked(table: Table, looks: Mapping[str, Look]) -> dict[str, Any]:
         "groups": groups if any(group for group, _ in groups) else [],
         "columns": columns,
         "names": names,
-        "rows": [(looks.get(key), row) for key, row in rows],
+        "rows": [
+            (looks.get(key), row, heading)
+            for (key, row), heading in zip(rows, _headings(table, len(rows)), strict=True)
+        ],
     }
+
+
+def _headings(table: Table, rows: int) -> list[str]:
+    """What stands over each row: its group, where that is another than the row's before."""
+    if not table.groups:
+        return [""] * rows
+    pairs = zip(table.groups, ("", *table.groups), strict=False)
+    return [own if own != before else "" for own, before in pairs]
 
 
 def _stacked_label(column: Column) -> str:

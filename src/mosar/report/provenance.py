@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import PurePath
 from typing import Any
@@ -14,6 +15,8 @@ from mosar.report.tables import Column, Table, TableCell, field_table, whole
 
 # Where a dataset lay says nothing elsewhere, and seeds have a column of their own.
 _LEFT_OUT = ("data.folder", "data.seed", "train.seed")
+# More settings than this are listed in one column.
+_MOST_SETTINGS = 8
 _ENVIRONMENT = {
     "mosar": "mosar",
     "torch": "torch",
@@ -53,6 +56,8 @@ def differing_settings_table(c: Comparison) -> Table:
     settings = _settings(c)
     keys = dict.fromkeys(key for values in settings.values() for key in values)
     differing = [key for key in keys if len({v.get(key) for v in settings.values()}) > 1]
+    if len(differing) > _MOST_SETTINGS:
+        return _listed_settings(c, settings, differing)
     return Table(
         name="variants",
         title="What the variants change",
@@ -71,6 +76,36 @@ def differing_settings_table(c: Comparison) -> Table:
         if differing
         else (),
         keys=tuple(settings) if differing else (),
+    )
+
+
+def _listed_settings(
+    c: Comparison, settings: dict[str, dict[str, str]], differing: list[str]
+) -> Table:
+    """The same in one column: what each variant has that most of the others have not."""
+    usual = {
+        key: Counter(values.get(key) for values in settings.values()).most_common(1)[0][0]
+        for key in differing
+    }
+    return field_table(
+        "variants",
+        "What the variants change",
+        "Settings that most of the other variants do not have; nothing else differs.",
+        settings,
+        ("variant", lambda variant: c.looks[variant].label, None),
+        (
+            "settings",
+            lambda variant: (
+                "; ".join(
+                    f"{key.rpartition('.')[2]} = {value}"
+                    for key in differing
+                    if (value := settings[variant].get(key)) not in (usual[key], None, MISSING)
+                )
+                or MISSING
+            ),
+            None,
+        ),
+        keys=settings,
     )
 
 

@@ -47,6 +47,7 @@ from mosar.report.support import SupportGrid, fixed_grids, median_layer, routed_
 from mosar.report.tables import (
     Table,
     claims_table,
+    gap_table,
     main_table,
     mode_table,
     pair_table,
@@ -178,6 +179,8 @@ def _results(c: Comparison) -> Iterator[Item]:
     yield from _shown([perplexity_by_length(c), delta_by_length(c)])
     if any(c.modes(variant) for variant in c.evaluated):
         yield mode_table(c)
+    if len(c.evaluated) > 1:
+        yield gap_table(c)
     if BASELINE not in c.evaluated:
         yield Text("RoPE was not evaluated: there are no differences against it.", "missing")
 

@@ -11,9 +11,10 @@ from typing import Any, Literal
 from mosar.core.config import MoSARConfig
 from mosar.core.regimes import pair_geometry
 from mosar.records import EvaluationRecord
-from mosar.report.claims import Claim, far_accuracy, medium_reach
+from mosar.report.claims import Claim, far_accuracy, found_from_far, medium_reach
 from mosar.report.comparison import (
     BASELINE,
+    MANY,
     Comparison,
     Estimate,
     Setting,
@@ -137,8 +138,31 @@ def _plain(text: str, sort: float | str | None = None) -> TableCell:
     return TableCell(text, text if sort is None else sort)
 
 
-def main_table(c: Comparison) -> Table:
-    """The paper's main table with ours beside it, the best at the longest length first."""
+# What the attention of a variant depends on, as headings over rows.
+_FAMILIES = {
+    "routing": "The contents decide",
+    "distance": "Weighed by distance",
+    "window": "A part of the pairs",
+    "positions": "Positions alone",
+}
+
+
+def _family(c: Comparison, variant: str) -> str:
+    geometry = c.geometry_class(variant)
+    return _FAMILIES[geometry.family] if geometry else "Others"
+
+
+def _by_family(c: Comparison, ranked: list[str]) -> list[str]:
+    """Variants of a family together, the family of the best one first."""
+    families = list(dict.fromkeys(_family(c, variant) for variant in ranked))
+    return sorted(ranked, key=lambda variant: families.index(_family(c, variant)))
+
+
+def main_table(c: Comparison, *, grouped: bool = True) -> Table:
+    """The paper's main table with ours beside it, the best at the longest length first.
+
+    grouped: by family where there are many variants.
+    """
     factors = c.factors
     at = 1.0 if 1.0 in factors else (factors[0] if factors else 1.0)
     ends = list(dict.fromkeys([at, *factors[-1:]])) if BASELINE in c.evaluated else []
@@ -172,13 +196,10 @@ def main_table(c: Comparison) -> Table:
         ]
         rows[variant] = row
     _mark_best(list(rows.values()), columns, "perplexity")
-    last = c.longest
-
-    def rank(variant: str) -> float:
-        found = c.estimate(Setting(variant, last)) if last else None
-        return float("inf") if found is None else found.mean
-
-    order = sorted(rows, key=rank)
+    order = c.ranked(c.longest or 1.0)
+    grouped = grouped and len(order) > MANY
+    if grouped:
+        order = _by_family(c, order)
     return Table(
         name="main",
         title="Quality and length extrapolation",
@@ -186,7 +207,60 @@ def main_table(c: Comparison) -> Table:
         columns=tuple(columns),
         rows=tuple(tuple(rows[variant]) for variant in order),
         keys=tuple(order),
+        groups=tuple(_family(c, variant) for variant in order) if grouped else (),
         beneath="columns",
+    )
+
+
+def gap_table(c: Comparison) -> Table:
+    """The paper's table of related methods, with what the records measured of each."""
+    near, far = c.factors[0], c.factors[-1]
+    tasks = sorted({record.task for record in c.retrievals})
+    task = "passkey" if "passkey" in tasks else next(iter(tasks), None)
+    asked = sorted({factor_of(record) for record in c.retrievals if record.task == task})
+    ends = list(dict.fromkeys([*asked[:1], *asked[-1:]]))
+    order = _by_family(c, c.ranked(far))
+    rows, keys, groups = [], [], []
+    for variant in order:
+        geometry = c.geometry_class(variant)
+        executed = "sparse" if "sparse" in c.routings(variant) else c.own_routing(variant)
+        for routing in (executed, *c.modes(variant)):
+            label, is_own = c.looks[variant].label, routing == executed
+            settings = [Setting(variant, factor, routing) for factor in (near, far)]
+            found = (found_from_far(c, variant, task or "", f, routing or "") for f in ends)
+            rows.append(
+                (
+                    _plain(label if is_own else f"{label} · {routing}"),
+                    *(
+                        (_plain("yes" if geometry.adaptive else "no"), _plain(geometry.decay))
+                        if geometry and is_own
+                        else (TableCell(MISSING), TableCell(MISSING))
+                    ),
+                    *(_cell(c.estimate(s, lambda record: record.density), share) for s in settings),
+                    _cell(c.estimate(settings[1]), perplexity),
+                    *(_cell(estimate, share) for estimate in found),
+                )
+            )
+            keys.append(variant)
+            groups.append(_family(c, variant))
+    columns = (
+        *(Column(name, numeric=False) for name in ("method", "input adaptive", "decays")),
+        *(Column(times(factor), "pairs read") for factor in (near, far)),
+        Column(times(far), "perplexity"),
+        *(Column(times(factor), f"far {task}") for factor in ends),
+    )
+    return Table(
+        name="gap",
+        title="What each method does, and what it reads",
+        caption="The paper's table of related methods, measured. Input adaptive: contents decide "
+        "which pairs are read or how they are weighed, besides their score. Decays: attention "
+        "falls with distance by a fixed or a learned law. Pairs read: the exact share of the "
+        "causal pairs. Variants with routers are executed sparsely."
+        + (" Far: the right answers from beyond every reach but the global one." if ends else ""),
+        columns=columns,
+        rows=tuple(rows),
+        keys=tuple(keys),
+        groups=tuple(groups),
     )
 
 

@@ -16,7 +16,7 @@ from mosar.report.tables import Column, Table, TableCell, main_table
 def main_table_renderable(experiment: Experiment, width: int | None = None) -> RichTable:
     """The main table for `rich.print`: our figures and the paper's differences, as much of it as
     `width` columns hold (default: the terminal's)."""
-    table = main_table(Comparison(experiment))
+    table = main_table(Comparison(experiment), grouped=False)
     room = width or Console().width
     unbounded = Console(width=10_000)
     for level in range(_LEVELS):

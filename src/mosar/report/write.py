@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -39,7 +41,9 @@ def write_report(folder: Path | str, out: Path | str | None = None) -> Path:
         former = {name: _former(out / PAGE, name) for name in ("figures", LOOKS)}
         pictures = draw_pictures(all_items(sections))
         names = []
-        for name, picture in pictures.items():
+        # A file cannot be switched: of many variants it shows those that the page shows at first.
+        few = {item.name: item for item in _featured(c, all_items(sections))}
+        for name, picture in (pictures | draw_pictures(few.values())).items():
             names += [f"{name}.svg", f"{name}.png"]
             _write(figures, names[-2], picture.svg)
             _write(figures, names[-1], render_figure(picture.figure, "png", dpi=160))
@@ -79,6 +83,16 @@ def _former(page: Path, kind: str) -> set[str]:
     found = re.search(rf'<meta name="{kind}" content="([\w. -]*)">', text)
     names = found[1].split() if found else []
     return {name for name in names if name.endswith((*_FORMATS, "html"))}
+
+
+def _featured(c: Comparison, items: Iterable[Any]) -> Iterable[Chart]:
+    """The charts with more variants than the page shows at first, without the others."""
+    others = set(c.looks) - set(c.featured)
+    for item in items:
+        if isinstance(item, Chart) and any(line.key in others for line in item.series):
+            kept = tuple(line for line in item.series if line.key not in others)
+            if kept:
+                yield replace(item, series=kept)
 
 
 def _joint_figures(sections: Iterable[Section]) -> Iterable[tuple[str, Figure]]:
