@@ -69,7 +69,7 @@ def view_layer(
     window: int | None = None,
     **ignored: Any,
 ) -> LayerView:
-    """Of one row's q [H, T, D] and k [K, T, D] after their positions, and labels [Gr, T].
+    """One layer's view, from q [H, T, D] and k [K, T, D] after rotation, and labels [Gr, T].
 
     gated: whether pairs are weighed by their gate, as in top-1 routing.
     """

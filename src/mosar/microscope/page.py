@@ -31,7 +31,7 @@ from mosar.report.palette import regime_looks
 if TYPE_CHECKING:
     from mosar.microscope.look import Look
 
-# Of the packed parts, in characters; all else of a page is far less than the rest of 5 MB.
+# Most characters of the packed parts; everything else of a page is far below 300 KB.
 LARGEST = 4_700_000
 
 
@@ -43,7 +43,7 @@ def render_look(look: Look) -> str:
     environment = Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
     )
-    # In the order that they have here.
+    # Keys keep their order.
     environment.policies["json.dumps_kwargs"] = {"sort_keys": False}
     template = environment.from_string(str(read_asset("page.html", package)))
     return template.render(
@@ -117,7 +117,7 @@ def _entries(layers: list[Largest]) -> np.ndarray:
         for name in ("distance", "share")
     )
     share = _roots(shares, 255).astype(np.uint8)
-    # What is not shown need not be stored.
+    # Distances of shares that round to 0 are never shown.
     distance = distances.numpy() * (share > 0)
     entries = np.stack([distance & 255, distance >> 8, share], axis=1).astype(np.uint8)
     return entries[share.any(axis=(1, 2, 3))]

@@ -39,7 +39,7 @@ class Chooser:
 
 @dataclass(frozen=True)
 class Ranking:
-    """Of one role: pieces and positions, the most global and the most local ones.
+    """The most global and the most local pieces and positions of one role.
 
     The lists of far ones hold none that never chose the global regime.
     """
@@ -51,7 +51,7 @@ class Ranking:
 
 
 def rank_choosers(labels: Tensor, pieces: Sequence[str], config: MoSARConfig) -> dict[str, Ranking]:
-    """Of labels [L, 2, Gr, T], by role."""
+    """The rankings of labels [L, 2, Gr, T], by role."""
     length = len(pieces)
     costs = [min(regime.reach / length, 1.0) for regime in config.regimes[:-1]]
     reach_R = torch.tensor([*costs, 1.0], dtype=torch.float64)
@@ -69,7 +69,7 @@ def rank_choosers(labels: Tensor, pieces: Sequence[str], config: MoSARConfig) ->
         by_piece: dict[str, list[Chooser]] = {}
         for chooser in positions:
             by_piece.setdefault(chooser.piece, []).append(chooser)
-        # In a text of some length a piece that occurs once is an accident.
+        # In a longer text a piece that occurs once or twice says little.
         least = 1 if length < 200 else 3
         means = [_mean(found) for found in by_piece.values() if len(found) >= least]
         rankings[role] = Ranking(

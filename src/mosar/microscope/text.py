@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mosar.generation.streaming import UNFINISHED
 
-# A tokenizer is not given more characters than this per token that may be shown.
+# The tokenizer gets at most this many characters per token that may be shown.
 _CHARACTERS_PER_TOKEN = 32
 
 
@@ -51,15 +51,15 @@ def read_text(
 def split_pieces(tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[str]:
     """The characters that each token completes; all pieces together are the decoded text.
 
-    A tokenizer may write a token otherwise at the start of a text: each is decoded together with
-    those of the piece before it.
+    A tokenizer may decode a token differently at the start of a text, so each token is decoded
+    together with the piece before it.
     """
     pieces, context, shown = [], 0, 0
     before = ""
     for end in range(1, len(tokens) + 1):
         now = decode(tokens[context:end])
         added = now[len(before) :]
-        # A character's other bytes may follow; where none can, the sign itself is in the text.
+        # The other bytes of a character may follow; where none can, the text itself has this sign.
         unfinished = added.endswith(UNFINISHED) and end < len(tokens) and end - shown < 4
         if added and not unfinished:
             context, shown = shown, end

@@ -1,1 +1,1 @@
-"""Tables and figures; only the command line imports it, and only here matplotlib is needed."""
+"""Tables and figures. Only the command line imports this package, and only it needs matplotlib."""

@@ -35,9 +35,9 @@ class Series:
     note: str = ""
     """A second line style under the same key: "paper", "top-1", …; the legend explains it once."""
     dash: str | None = None
-    """Of the note; None: the look's own; "none": only the markers."""
+    """The dash of the note; None: the look's own; "none": markers without a line."""
     faint: bool = False
-    """Thin, with hollow markers: beside ours."""
+    """Thin, with hollow markers, for lines of others beside ours."""
     in_legend: bool = True
     annotated: bool = False
     """The text of each point is written beside it."""
@@ -68,7 +68,7 @@ class Mark(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Named:
-    """What has a file or an anchor of its own: any name becomes a slug."""
+    """An item with a file or an anchor of its own; its name becomes a slug."""
 
     name: str
 
@@ -85,7 +85,7 @@ class Chart(Named):
     x_label: str
     y_label: str
     series: tuple[Series, ...]
-    """Those without a point are left out."""
+    """Series without a point are left out."""
     x_ticks: tuple[tuple[float, str], ...] = ()
     """Places and labels; empty: round numbers."""
     x_log: bool = False
@@ -93,11 +93,11 @@ class Chart(Named):
     y_zero: bool = False
     """The axis starts at 0."""
     y_domain: tuple[float, float] | None = None
-    """Fixed; None: as the visible series need it."""
+    """A fixed range; None: the range of the visible series."""
     cap: float | None = None
-    """Above this a line may leave the picture, so that the others are told apart."""
+    """Lines may leave the picture above this value, so that the others stay apart."""
     unit: str = ""
-    """After the numbers of the vertical axis."""
+    """Written after the numbers of the vertical axis."""
     marks: tuple[Mark, ...] = ()
     line_at: float | None = None
     """A horizontal line that means something: 0 %, chance."""
@@ -152,6 +152,6 @@ def points(
 
 
 def cap_of(series: Iterable[Series]) -> float | None:
-    """A quarter above the highest point of the middle series: what collapses leaves the picture."""
+    """A quarter above the highest point of the median series; collapsed models may leave it."""
     highest = sorted(max(p.y for p in line.points) for line in series if line.points)
     return 1.25 * highest[(len(highest) - 1) // 2] if highest else None

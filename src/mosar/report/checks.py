@@ -22,7 +22,7 @@ from mosar.records import (
 
 
 def check_record(record: Record) -> None:
-    """A ValueError where a field is not what the schema says."""
+    """Raises a ValueError where a field is not what the schema says."""
     if isinstance(record, EvaluationRecord):
         _check_evaluation(record)
     elif isinstance(record, TrainingRecord):

@@ -32,7 +32,7 @@ _BEST = 3
 
 @dataclass(frozen=True)
 class Estimate:
-    """A figure of each seed."""
+    """One value per seed."""
 
     values: dict[int, float]
 
@@ -172,7 +172,7 @@ class Comparison:
 
     @cached_property
     def train_length(self) -> int | None:
-        """N; None where records disagree or there are none."""
+        """N, the training length; None where records disagree or there are none."""
         found = {
             record.train_length for seeds in self._records.values() for record in seeds.values()
         }
@@ -197,7 +197,7 @@ class Comparison:
         return sorted(found, key=lambda r: (known.index(r) if r in known else len(known), r))
 
     def modes(self, variant: str) -> list[str]:
-        """Executions that it was not trained with and that are no routing."""
+        """The modes of `mosar evaluate --mode` that were evaluated; routings do not count."""
         routings = ("native", "soft", "top1", "sparse")
         return [routing for routing in self.routings(variant) if routing not in routings]
 
@@ -276,7 +276,7 @@ class Comparison:
 
     @cached_property
     def retrievals(self) -> list[RetrievalRecord]:
-        """Of the compared cells; a task is no point of an axis, so all tasks count."""
+        """Records of the compared cells. A task is not a point of an axis, so all tasks count."""
         point = {key: value for key, value in self.point.items() if key != "data.task"}
         found = []
         for record in self.experiment.retrievals:
@@ -305,7 +305,7 @@ class Comparison:
         return sorted(found.values(), key=_by_value)
 
     def _configured(self, cell: Cell, key: str) -> Any:
-        """What a cell was trained with; without that record, what its axis says."""
+        """The value a cell was trained with; without that record, the one that its grid names."""
         record = self.experiment.trainings.get(cell.name)
         section, _, name = key.partition(".")
         settings = record.config.get(section) if record else None
@@ -435,7 +435,7 @@ def _point(cell: Cell) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Numbers alike whether they were written 6, 6.0 or "6"."""
+    """The same number whether it was written 6, 6.0 or "6"."""
     if isinstance(value, str):
         try:
             value = parse_json(value)

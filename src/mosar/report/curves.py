@@ -130,7 +130,7 @@ def validation_delta(c: Comparison) -> Chart:
 
 
 def _perplexities(losses: dict[float, float]) -> dict[float, float]:
-    """No overflow where a model has collapsed."""
+    """Perplexities, without an overflow where a model has collapsed."""
     return {place: math.exp(min(loss, 700.0)) for place, loss in losses.items()}
 
 
@@ -145,7 +145,7 @@ def _over_seeds(
 
 
 def perplexity_by_position(c: Comparison, factor: float) -> Chart:
-    """How well a token is predicted that has so much text before it."""
+    """How well tokens are predicted, by how much text stands before them."""
 
     def curve(variant: str) -> Iterable[Point]:
         spans: dict[float, dict[int, float]] = {}
@@ -227,9 +227,10 @@ def axis_chart(
     y_label: str,
     ways: dict[str, Along],
     text: Callable[[float], str],
+    about: str = "",
     **options: Any,
 ) -> Chart:
-    """A figure against a grid's axis: of each variant a line for every way to take it."""
+    """A figure against a grid's axis, with one line per variant and way."""
     stops = c.axes[key]
     numeric = all(
         isinstance(p.value, (int, float)) and not isinstance(p.value, bool) for p in stops
@@ -255,7 +256,7 @@ def axis_chart(
     return Chart(
         name=f"grid_{key}_{name}",
         title=f"{y_label[:1].upper()}{y_label[1:]} against {key}",
-        caption=f"{'; '.join(notes)}." if notes else "",
+        caption=f"{about}{'; '.join(notes)}." if notes else about,
         x_label=key,
         y_label=y_label,
         x_log=bool(spaced),
@@ -289,7 +290,8 @@ def axis_charts(c: Comparison, key: str) -> list[Chart]:
     charts = [
         axis_chart(c, key, "perplexity", "perplexity", own, perplexity, y_log=True),
         axis_chart(
-            *(c, key, "gap", "sparse against soft routing", at_lengths(gap), percent),
+            *(c, key, "gap", "gap of sparse execution", at_lengths(gap), percent),
+            about="Perplexity executed sparsely against soft routing of the same run. ",
             unit=" %",
             line_at=0.0,
         ),
@@ -302,7 +304,8 @@ def axis_charts(c: Comparison, key: str) -> list[Chart]:
         ),
         *_found_along(c, key),
     ]
-    return [chart for chart in charts if not chart.empty]
+    # One point is no curve.
+    return [chart for chart in charts if any(len(line.points) > 1 for line in chart.series)]
 
 
 def _found_along(c: Comparison, key: str) -> Iterable[Chart]:

@@ -46,7 +46,7 @@ class Diagram:
 
 
 def decoder_diagram(model: dict[str, Any], regimes: list[str]) -> Diagram:
-    """One layer from below to above, after the way Transformers are usually drawn.
+    """One layer from bottom to top, as Transformers are usually drawn.
 
     `model` is the section of a configuration; a size that it lacks is left out.
     """

@@ -55,7 +55,7 @@ STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "mosar",
     "text.color": MUTED,
-    # A name with dollar signs is no formula.
+    # A name with dollar signs is not a formula.
     "text.parse_math": False,
     "xtick.color": EDGE,
     "xtick.labelcolor": MUTED,
@@ -91,10 +91,10 @@ class Picture:
 
     figure: Figure
     label: str
-    """What a reader who cannot see it is told."""
+    """The text for readers who cannot see the picture."""
     looks: tuple[Look, ...]
     size: tuple[float, float]
-    """Width and height that the page shows, from the left end."""
+    """The width and height that the page shows, from the left edge."""
     attributes: dict[str, str] = field(default_factory=dict)
     """Of the picture in the page."""
     groups: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -179,7 +179,7 @@ def _draw_chart(chart: Chart) -> Picture:
         return axes.transData.transform((value, 1))[0]
 
     def moving(values: Iterable[tuple[float, float]], kind: str, **data: str) -> dict[str, str]:
-        """A part of the picture that page.js draws anew on another scale."""
+        """A part of the picture that page.js redraws when the scale changes."""
         shown = [(to_x(x), to_y(y)) for x, y in values]
         places = {"x": _numbers(x for x, _ in shown), "y": _numbers(y for _, y in shown)}
         named = {f"data-{name}": value for name, value in (data | places).items() if value}
@@ -235,7 +235,7 @@ def _band(chart: Chart, series: Series) -> list[tuple[float, float]]:
     """The outline of one standard deviation up and down; empty without one."""
     ends = [(p.x, p.low, p.high) for p in _drawable(chart, series)]
     up = [(x, high) for x, _, high in ends if high is not None]
-    # A logarithmic axis has no place for what lies below zero.
+    # A logarithmic axis cannot show values below zero.
     least = y_domain(chart, [series])[0] if chart.y_log else -math.inf
     return up + [(x, max(low, least)) for x, low, _ in reversed(ends) if low is not None]
 
@@ -494,7 +494,7 @@ def draw_supports(grids: Sequence[SupportGrid]) -> Figure:
 
 
 def _paint_support(axes: Axes, grid: SupportGrid) -> None:
-    """A cell a unit; runs of the same shade are one rectangle."""
+    """One unit per cell; neighbours of the same shade are one rectangle."""
     boxes: list[list[tuple[int, int, int, int]]] = [[] for _ in SHADES]
     for row, shares in enumerate(grid.shares):
         start = 0

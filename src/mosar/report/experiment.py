@@ -52,7 +52,7 @@ class Experiment:
     asked: dict[str, Any]
     """experiment.json; empty where there is none."""
     trainings: dict[str, TrainingRecord]
-    """By the name of the cell; where a cell learnt a task besides text, that one's name tells."""
+    """By the name of the cell; with the task, where the same cell also learnt text."""
     evaluations: tuple[EvaluationRecord, ...]
     """One for each cell, length and routing: of the latest step."""
     milestones: tuple[EvaluationRecord, ...]
@@ -86,7 +86,7 @@ class Experiment:
         asked, preset = self.asked.get("cells"), self.asked.get("preset")
         known = {failure.cell for failure in self.failures}
         for record in (*self.trainings.values(), *self.evaluations, *self.retrievals):
-            # Another experiment's records may lie beside, of cells with the same names.
+            # Records of another experiment may lie here, for cells with the same names.
             if preset in (None, record.cell.preset):
                 known.add(record.cell.name)
         return [str(name) for name in asked if name not in known] if isinstance(asked, list) else []
@@ -151,7 +151,7 @@ def _record_files(folder: Path) -> list[Path]:
     if inside.is_dir():
         found = inside.rglob("*.jsonl")
     elif _is_run(folder):
-        # Its metrics.jsonl is no record.
+        # Its metrics.jsonl does not hold records.
         found = (folder / "evaluations").glob("*.json")
     else:
         found = folder.glob("*.jsonl")
@@ -206,7 +206,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def _latest(records: Iterable[Any], key: Any) -> tuple[Any, ...]:
-    """One record a key: that of the latest step, the last in the file if there are several."""
+    """One record per key: that of the latest step, or the last in the file."""
     kept: dict[Any, Any] = {}
     for record in records:
         known = kept.get(key(record))
@@ -216,7 +216,7 @@ def _latest(records: Iterable[Any], key: Any) -> tuple[Any, ...]:
 
 
 def _by_cell(records: list[TrainingRecord]) -> dict[str, TrainingRecord]:
-    """By name, those that learnt text first: a task's run beside one has its task in the name."""
+    """By name. Where a cell learnt text and a task, the task's run has it in its name."""
     found: dict[str, TrainingRecord] = {}
     for record in sorted(records, key=lambda r: (r.cell.name, task_of(r) != "text")):
         name, task = record.cell.name, task_of(record)

@@ -26,7 +26,7 @@ def perplexity(value: float) -> str:
 
 
 def percent(value: float, decimals: int = 1, *, signed: bool = True) -> str:
-    """Of a value in percent already."""
+    """Writes a value that is already in percent."""
     return f"{number(value, decimals, signed=signed)} %"
 
 
@@ -58,7 +58,7 @@ def duration(seconds: float) -> str:
 
 
 def slug(text: str) -> str:
-    """A name for a file or an anchor, short, of small letters, digits, ".", "_" and "-".
+    """A short name for a file or an anchor: small letters, digits, ".", "_" and "-".
 
     What is one already stays; of anything else the rest is replaced, and a checksum keeps two
     names apart.

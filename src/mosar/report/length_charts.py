@@ -45,7 +45,7 @@ def delta_by_length(c: Comparison) -> Chart:
         ours = _over_lengths(c, variant, lambda f, v=variant: c.delta(v, f), percent)
         if variant != BASELINE and ours.points:
             series += [ours, _papers(ours, c, lambda f, v=variant: paper_delta(v, f), percent)]
-    # The paper's p-RoPE, at +95 %, would press all the others together.
+    # The paper's p-RoPE, at +95 %, would squeeze all the others together.
     cap = cap_of(line for line in series if line.note != PAPER)
     return _by_length(
         c,
@@ -62,7 +62,7 @@ def delta_by_length(c: Comparison) -> Chart:
 
 
 def gap_by_length(c: Comparison) -> Chart:
-    """What becomes of perplexity when soft routing is made discrete."""
+    """How perplexity changes when soft routing is made discrete."""
 
     def against_soft(variant: str, factor: float, routing: str) -> Estimate | None:
         return c.relative(Setting(variant, factor, routing), Setting(variant, factor, "soft"))
@@ -126,7 +126,7 @@ def _two_ways(
     theirs: str,
     text: Text,
 ) -> list[Series]:
-    """Of each routed variant: under two routings, solid and dashed, and in the paper."""
+    """Three lines per routed variant: two routings (solid and dashed), and the paper's."""
     series = []
     for variant in c.routed:
         ours = [

@@ -82,7 +82,7 @@ def _markdown_cell(cell: TableCell) -> str:
 
 
 def markdown(text: str) -> str:
-    """Any text so that Markdown shows it as it is."""
+    """Escapes a text so that Markdown shows it unchanged."""
     return " ".join(text.translate(_MARKDOWN_ESCAPES).split())
 
 
@@ -98,7 +98,7 @@ def latex_tables(tables: Iterable[Table]) -> str:
 
 
 def _latex_table(table: Table) -> str:
-    # Sentences need lines that break.
+    # Sentences need columns that break lines.
     wide = not any(column.numeric for column in table.columns)
     lines = [
         r"\begin{table}[t]",
@@ -156,7 +156,7 @@ def _latex_cell(cell: TableCell) -> str:
 
 
 def latex(text: str) -> str:
-    """Any text so that pdfLaTeX sets it; a character it could not set becomes a question mark."""
+    """Escapes a text for pdfLaTeX; characters that it cannot set become question marks."""
     return "".join(
         _LATEX.get(character) or (character if character.isascii() or character in "éèüöä" else "?")
         for character in " ".join(text.split())

@@ -29,7 +29,7 @@ from mosar.report.verdicts import DECIDED, RULE, VERDICTS
 
 _SIGNS = {"holds": "✓", "fails": "✗", "unclear": "≈", "unmeasured": "–"}
 _SEVERAL = {"holds": "hold", "fails": "do not hold"}
-# Tables of reference matter are folded up where they are long.
+# Long tables of reference material are folded.
 _REFERENCE = (
     *("settings", "environment", "data", "runs", "variants"),
     *("benchmarks", "decoding", "training-speed"),
@@ -105,7 +105,7 @@ def _chart(chart: Chart, drawn: Picture) -> dict[str, Any]:
     for series, sample in zip(listed_series, samples, strict=False):
         chips.setdefault(series.key, Chip(series.key, series.label, sample, colour(series.look)))
     for note in notes if chips else ():
-        # One note is explained by the caption; of several the line tells which is which.
+        # The caption explains a single note; several notes need samples of their lines.
         lines = (s for s, series in zip(samples, listed_series, strict=True) if series.note == note)
         sample = next(lines, None) if len(notes) > 1 else None
         chips[f"note:{note}"] = Chip(f"note:{note}", note, sample, "")
@@ -126,14 +126,14 @@ def _chart(chart: Chart, drawn: Picture) -> dict[str, Any]:
 
 
 def _escaping(chart: Chart) -> str:
-    """What is higher than the picture."""
+    """Names the lines that leave the picture at the top."""
     highest = [(series, max(series.points, key=lambda point: point.y)) for series in chart.series]
     said = [
         f"{series.name} (up to {point.text})"
         for series, point in highest
         if chart.cap is not None and point.y > chart.cap
     ]
-    # Of all lines, as at the start of training, the caption speaks itself.
+    # Where all lines do, as at the start of training, the caption says so itself.
     if not said or len(said) == len(chart.series):
         return ""
     return f" Out at the top: {listed(said)}; hide others to see one whole."
@@ -206,7 +206,7 @@ def _stacked(table: Table, looks: Mapping[str, Look]) -> dict[str, Any]:
 
 
 def _headings(table: Table, rows: int) -> list[str]:
-    """What stands over each row: its group, where that is another than the row's before."""
+    """The heading over each row: its group, where a new one begins."""
     if not table.groups:
         return [""] * rows
     pairs = zip(table.groups, ("", *table.groups), strict=False)

@@ -1,4 +1,4 @@
-"""One look a thing, in every figure: the colours of variants, regimes and lengths.
+"""The same look for the same thing in every figure: colours of variants, regimes and lengths.
 
 Hues follow Okabe and Ito, who chose them to be told apart with any colour vision; each has a shade
 for white and one for dark ground, and variants differ in marker and dash too.
@@ -38,7 +38,7 @@ VARIANTS = {
     "mosar-plus": Look("MoSAR-Plus", "#8a2be2", "#c08bff", "star"),
     "p-rope": Look("p-RoPE", "#c2609a", "#ee9ccb", "star", "9 3 2 3"),
 }
-# Of other variants the marker tells what their attention depends on, hue and dash which one it is.
+# Markers of other variants show what their attention depends on; hue and dash tell them apart.
 _FAMILY_MARKERS = {"positions": "square", "distance": "plus", "window": "up", "routing": "circle"}
 _DASHES = ("3 2", "1 2", "8 2", "5 2 1 2", "3 2 1 2 1 2")
 _GOLDEN = 0.618034

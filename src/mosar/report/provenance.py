@@ -13,7 +13,7 @@ from mosar.report.experiment import Experiment
 from mosar.report.formats import MISSING, count, duration, number, setting
 from mosar.report.tables import Column, Table, TableCell, field_table, whole
 
-# Where a dataset lay says nothing elsewhere, and seeds have a column of their own.
+# The path of a dataset means nothing elsewhere, and seeds have a column of their own.
 _LEFT_OUT = ("data.folder", "data.seed", "train.seed")
 # More settings than this are listed in one column.
 _MOST_SETTINGS = 8
@@ -82,7 +82,7 @@ def differing_settings_table(c: Comparison) -> Table:
 def _listed_settings(
     c: Comparison, settings: dict[str, dict[str, str]], differing: list[str]
 ) -> Table:
-    """The same in one column: what each variant has that most of the others have not."""
+    """The same in one column: the settings that most of the other variants do not have."""
     usual = {
         key: Counter(values.get(key) for values in settings.values()).most_common(1)[0][0]
         for key in differing
@@ -110,7 +110,7 @@ def _listed_settings(
 
 
 def data_table(experiment: Experiment) -> Table:
-    """Where the text came from; every cell has the same, or it is said."""
+    """Where the text came from; differences between cells are listed."""
     found: dict[str, list[str]] = {}
     for record in experiment.trainings.values():
         for key, value in flattened(_named(record.data)):
@@ -122,7 +122,7 @@ def data_table(experiment: Experiment) -> Table:
 
 
 def _named(values: Any) -> Any:
-    """Paths by their names: where a file lay on one machine says nothing on another."""
+    """Paths as file names: a path on one machine means nothing on another."""
     if isinstance(values, dict):
         return {key: _named(value) for key, value in values.items()}
     if isinstance(values, list):

@@ -60,7 +60,7 @@ from mosar.report.verdicts import Finding
 
 @dataclass(frozen=True)
 class Text:
-    """A paragraph, or one line about what there is nothing to show of."""
+    """A paragraph, or a line that says what is missing."""
 
     text: str
     kind: Literal["", "lead", "missing"] = ""
@@ -68,7 +68,7 @@ class Text:
 
 @dataclass(frozen=True, kw_only=True)
 class Switch(Named):
-    """Several of a kind, one shown at a time."""
+    """Several items of a kind, shown one at a time."""
 
     label: str
     options: tuple[tuple[str, Any], ...]
@@ -147,7 +147,7 @@ def make_sections(c: Comparison) -> list[Section]:
 
 
 def all_items(sections: Iterable[Section]) -> Iterator[Item]:
-    """Those of every section, with those inside of others."""
+    """The items of every section, including nested ones."""
     waiting = [item for section in sections for item in section.items]
     while waiting:
         item = waiting.pop(0)
@@ -159,7 +159,7 @@ def all_items(sections: Iterable[Section]) -> Iterator[Item]:
 
 
 def all_tables(sections: Iterable[Section]) -> list[Table]:
-    """Those of every section, for the documents with tables."""
+    """The tables of every section."""
     items = all_items(sections)
     found = (item.table if isinstance(item, Verdicts) else item for item in items)
     return [item for item in found if isinstance(item, Table)]
@@ -285,7 +285,7 @@ def _position(c: Comparison) -> Iterable[Item]:
 
 
 def _switch(name: str, label: str, options: Iterable[tuple[str, Chart | Bars]]) -> list[Item]:
-    """Those that are not empty, one shown at a time."""
+    """A switch between the options that are not empty."""
     found = tuple(option for option in options if not option[1].empty)
     return [Switch(name=name, label=label, options=found)] if found else []
 
@@ -294,7 +294,7 @@ def _retrieval(c: Comparison) -> Iterator[Item]:
     tasks = sorted({(record.task, record.length) for record in c.retrievals})
     charts = _shown(retrieval(c, task, length) for task, length in tasks)
     if charts:
-        lead = "Whether rare long links are kept, measured: synthetic tasks with a known distance."
+        lead = "Are rare long links kept? Synthetic tasks with a known distance measure it."
         yield Text(lead, "lead")
         yield from charts
         yield retrieval_table(c)

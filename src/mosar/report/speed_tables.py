@@ -46,7 +46,7 @@ def decode_table(experiment: Experiment) -> Table:
 
 
 def training_speed_table(experiment: Experiment) -> Table:
-    """Tokens a second of a training step, one row per competitor."""
+    """Tokens per second of a training step, one row per competitor."""
     rows = [(r, name) for r in experiment.training_benchmarks for name in r.measurements]
     return field_table(
         "training-speed",

@@ -25,7 +25,7 @@ from mosar.report.paper import paper_delta, paper_length, paper_routing
 from mosar.report.tables import spread
 from mosar.report.verdicts import exact_density, time_ratio
 
-# What the abstract tells of retrieval: the adaptive one, the fixed one, the dense one.
+# Variants whose retrieval the abstract reports: adaptive, fixed, dense.
 _TOLD = ("mosar", "fixed-m", "rope")
 
 
@@ -67,7 +67,7 @@ def _what_was_run(c: Comparison) -> str:
 
 
 def _source(runs: list[TrainingRecord]) -> str:
-    """Of which data, where all runs say the same."""
+    """The name of the data, where all runs agree."""
     names = {run.data.get("name") or run.data.get("task") for run in runs}
     name = names.pop() if len(names) == 1 else None
     return f" of {name}" if isinstance(name, str) else ""

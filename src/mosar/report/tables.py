@@ -42,7 +42,7 @@ from mosar.report.verdicts import VERDICTS, Finding, exact_density, reach_estima
 
 @dataclass(frozen=True)
 class TableCell:
-    """What is written, and by what it sorts."""
+    """The text of a cell, and its value for sorting."""
 
     text: str
     sort: float | str | None = None
@@ -70,7 +70,7 @@ class Table:
     keys: tuple[str, ...] = ()
     """The variant of each row, which gives it its colour."""
     groups: tuple[str, ...] = ()
-    """A heading over rows of the same group, one a row."""
+    """The group of each row; rows of a group stand under its heading."""
     beneath: Literal["", "columns", "rows"] = ""
     """Where the paper's figures are, which a page may put under ours: in the column after, or in
     the row after (its third cell tells)."""
@@ -105,7 +105,7 @@ def figure_cell(value: Any, text: Callable[[Any], str]) -> TableCell:
     return TableCell(MISSING) if value is None else TableCell(text(value), value)
 
 
-# The heading of a column, what it shows of a row, and how; without that it is text.
+# The heading of a column, its value for a row, and its format (None: text).
 Field = tuple[str, Callable[[Any], Any], Callable[[Any], str] | None]
 
 
@@ -280,14 +280,14 @@ def _pair(what: str, factor: float, c: Comparison) -> list[Column]:
     group = f"{what}, {times(factor)}"
     theirs = paper_length(factor)
     columns = [Column("ours", group)]
-    # What compares with the paper is the difference, not the perplexity.
+    # The difference compares with the paper's; the perplexity does not.
     return columns + (
         [Column(f"paper, {theirs}", group, brief=what != "perplexity")] if theirs else []
     )
 
 
 def _mark_best(rows: list[list[TableCell]], columns: list[Column], what: str) -> None:
-    """The lowest of each column of ours, and of the paper's, in a group."""
+    """Marks the lowest value of each column in a group, ours and the paper's."""
     for index, column in enumerate(columns):
         if not column.group.startswith(what):
             continue
@@ -393,8 +393,8 @@ def sparse_table(c: Comparison) -> Table:
         title="Sparse execution",
         caption="Discarded mass: the share of a row's attention that top-1 routing has outside of "
         "the support. Mean: over the layers; 95th percentile: of the layer where it is highest; "
-        "the worst is of all rows. "
-        "Times are of the forward passes of one evaluation, the routings taken in turn.",
+        "worst: over all rows. "
+        "Times: the forward passes of one evaluation, with the routings in turn.",
         columns=columns,
         rows=tuple(rows),
         keys=tuple(keys),
@@ -509,8 +509,8 @@ def mode_table(c: Comparison) -> Table:
     return Table(
         name="modes",
         title="Modes of trained models",
-        caption="The same checkpoints executed as they were not trained (mosar evaluate --mode), "
-        "and their perplexity against that of the usual execution.",
+        caption="The same checkpoints, executed in ways they were not trained for (mosar evaluate "
+        "--mode), and their perplexity against the usual execution.",
         columns=tuple(columns),
         rows=tuple(rows),
         keys=tuple(keys),

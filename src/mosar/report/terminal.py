@@ -34,8 +34,8 @@ def main_table_text(experiment: Experiment, width: int = 100) -> str:
     return captured.get()
 
 
-# Of a narrow terminal: first the spread of the reach goes, then the paper's columns, then the
-# spread of everything, then the differences.
+# What a narrow terminal leaves out, in this order: the spread of the reach, the paper's columns,
+# all spreads, the differences.
 _LEVELS = 5
 
 

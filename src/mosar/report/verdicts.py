@@ -38,7 +38,7 @@ RULE = (
     "threshold (0 unless the row states another) and does not hold where it lies wholly on the "
     "other side; else it cannot be told. A tie holds only where the interval lies inside the "
     "margin of equivalence (two one-sided tests of 2.5 % each). One seed has no interval: its row "
-    "tells the direction, and no verdict."
+    "shows the direction and has no verdict."
 )
 # Perplexities are equivalent within this, percent. The paper calls 0.02 % a tie; its smallest
 # difference that it calls an improvement, MoSAR against ALiBi at 4×, is 0.2 %.
@@ -121,7 +121,7 @@ def together(parts: Sequence[tuple[str, Finding]]) -> Finding:
         verdict = level if level in verdicts else verdict
     missing = [label for label, finding in parts if finding.verdict == "unmeasured"]
     bases = dict.fromkeys(finding.basis for finding in known if finding.basis)
-    # All parts must hold: one that points the other way turns the whole.
+    # All parts must hold, so one that points the other way decides.
     basis = "; ".join(b for b in bases if b != _FOR or _AGAINST not in bases)
     if known and missing:
         basis += f"; of those measured, without {', '.join(missing)}"
@@ -167,8 +167,8 @@ def _relative(c: Comparison, setting: Setting, than: Setting, low: float, high: 
 def best(c: Comparison, variant: str, factor: float) -> Finding:
     """No other variant of the paper has a lower perplexity at this length.
 
-    One that has is enough to say no; to say yes takes all that the paper compares. Shown is the
-    rival that decides.
+    One rival with a lower perplexity refutes it; to confirm it takes all of the paper's variants.
+    The finding shows the rival that decides.
     """
     own = Setting(variant, factor)
     rivals = [name for name in paper()["main"] if name != variant]
@@ -290,7 +290,7 @@ def time_ratio(c: Comparison, variant: str, factor: float | None = None) -> Esti
 
 
 def reach_estimate(c: Comparison, variant: str, factor: float, *, top1: bool) -> Estimate | None:
-    """Normalized reach; of the one-hot choices where they were followed, if that was evaluated."""
+    """Normalized reach; top1: of the one-hot choices, evaluated under top-1 routing if possible."""
     own = Setting(variant, factor)
     if not top1:
         return c.estimate(own, lambda record: record.reach_soft)

@@ -41,7 +41,7 @@ def write_report(folder: Path | str, out: Path | str | None = None) -> Path:
         former = {name: _former(out / PAGE, name) for name in ("figures", LOOKS)}
         pictures = draw_pictures(all_items(sections))
         names = []
-        # A file cannot be switched: of many variants it shows those that the page shows at first.
+        # A file has no buttons: with many variants it shows those that the page shows at first.
         few = {item.name: item for item in _featured(c, all_items(sections))}
         for name, picture in (pictures | draw_pictures(few.values())).items():
             names += [f"{name}.svg", f"{name}.png"]
@@ -108,12 +108,12 @@ def _joint_figures(sections: Iterable[Section]) -> Iterable[tuple[str, Figure]]:
 
 
 def _encoded(text: str) -> bytes:
-    """JSON may hold halves of characters, which no file can: a question mark instead."""
+    """JSON may hold lone surrogates, which UTF-8 cannot: they become question marks."""
     return text.encode("utf-8", "replace")
 
 
 def _write(folder: Path, name: str, data: bytes) -> None:
-    """A file of `folder`, whole or not at all; a name that leads elsewhere is refused."""
+    """Writes a file of `folder` atomically; refuses a name that leads elsewhere."""
     if name != os.path.basename(name):
         raise ReportError(f"a report does not write outside of its folder: {name!r:.80}")
     replace_synced(folder / name, data)
