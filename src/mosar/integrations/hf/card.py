@@ -45,7 +45,7 @@ tags:
 
 ## Use
 
-{note}`pip install "mosar[hf]"`, then
+{note}Install mosar with its extra `hf`, then
 
 ```python
 import mosar.integrations.hf  # the Auto classes learn of it

@@ -1,4 +1,4 @@
-"""MoSAR in Megatron-core: `pip install "mosar[megatron]"`, see docs/megatron.md.
+"""MoSAR in Megatron-core; it needs the extra `megatron`. See docs/megatron.md.
 
 Names are loaded on first use: routers and objective work where Megatron is not installed.
 """
