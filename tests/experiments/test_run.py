@@ -309,6 +309,8 @@ def test_the_forecast_is_corrected(monkeypatch):
     monkeypatch.setattr("time.monotonic", lambda: clock)
     display = Display(1000, 100.0, enabled=False)
     assert display._left() == "0:01:40"
+    clock = 30.0
+    assert display._left() == "0:01:40"
     # Five times as slow as it was guessed.
     clock = 250.0
     display.advance(400)

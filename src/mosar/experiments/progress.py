@@ -75,7 +75,8 @@ class Display:
 
     def _left(self) -> str:
         left = max(self.total - self.done, 0)
-        spent = time.monotonic() - self._start
+        # Until the first step, the time was spent on starting processes.
+        spent = time.monotonic() - self._start if self._fresh else 0.0
         # The guess has the weight of a twentieth of the work, since early steps say little.
         trust = self.total / 20
         rate = (spent + self.guess * trust / self.total) / (self._fresh + trust)
