@@ -88,7 +88,12 @@ def test_an_adapter_and_its_base_model_side_by_side(adapter, monkeypatch):
 def test_tokens_one_by_one_are_the_text_at_once(adapter, routing):
     tokens = list(b"one token after another, and so on and on " * 3)
     source = open_source(adapter, routing=routing)
+    projected = []
+    source.reader.attached.model.lm_head.register_forward_hook(
+        lambda module, args, output: projected.append(args[0].shape[1])
+    )
     source.reader.read(tokens[:50])
+    assert projected == [1]
     for token in tokens[50:]:
         logits = source.reader.read([token])
     whole = open_source(adapter, routing=routing).reader.read(tokens)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,9 @@ class RetrofitReader(MeasuredReader):
     def __init__(self, attached: Any):
         super().__init__(len(attached))
         self.attached, self.cache = attached, None
+        # The logits of a long prompt would take more memory than its cache.
+        takes = signature(attached.model.forward).parameters
+        self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
         for layer, logs in zip(attached, self.label_logs, strict=True):
             for router, log in zip(layer.routers, logs, strict=True):
                 router.register_forward_hook(partial(_keep_labels, log))
@@ -72,7 +76,7 @@ class RetrofitReader(MeasuredReader):
     def read(self, tokens: Sequence[int]) -> Tensor:
         model = self.attached.model
         row = torch.tensor([tokens], device=model.device)
-        out = model(row, past_key_values=self.cache, use_cache=True)
+        out = model(row, past_key_values=self.cache, use_cache=True, **self._last_only)
         self.cache = out.past_key_values
         self.num_tokens += len(tokens)
         return out.logits[0, -1].float().cpu()
