@@ -1,4 +1,4 @@
-"""What can write: a run folder, an exported model, a retrofitted one; with its tokenizer."""
+"""Models that can write text, with their tokenizers: a run folder, an export, a retrofit."""
 
 from __future__ import annotations
 

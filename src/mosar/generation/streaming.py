@@ -1,4 +1,4 @@
-"""Tokens to text while they come: a character is shown when all of its tokens are there."""
+"""Turns tokens into text as they arrive; a character is shown when all of its tokens are there."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class MosarCache(Cache):
 
     @property
     def routing(self) -> str | None:
-        """The routing it is for; None: any."""
+        """The routing that the cache serves; None: any."""
         return self.states[0].routing if isinstance(self.states, RegimeCache) else None
 
     def set_routing(self, routing: str) -> None:

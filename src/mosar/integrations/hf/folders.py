@@ -1,4 +1,4 @@
-"""A model's folder: recognised, loaded whole or refused, written whole or not at all."""
+"""Recognises, loads and writes a model's folder; a damaged one is refused, never half loaded."""
 
 from __future__ import annotations
 
@@ -84,14 +84,14 @@ def load_model(folder: Path | str, *, dtype: torch.dtype | None = None) -> Mosar
 
 
 def write_checksums(folder: Path) -> None:
-    """Notes what the files of a model are, for `load_model` to compare."""
+    """Writes the checksums of a model's files, which `load_model` compares."""
     paths = sorted(path for pattern in _CHECKED for path in folder.glob(pattern))
     content = sealed({"files": {path.name: file_checksum(path) for path in paths}})
     write_synced(folder / CHECKSUMS, json.dumps(content, indent=1).encode() + b"\n")
 
 
 def check_checksums(folder: Path) -> None:
-    """A ModelError names a file that is not what was exported; without notes none is."""
+    """A ModelError names a file that changed since the export; without checksums no file is checked."""
     path = folder / CHECKSUMS
     advice = f"export it again, or remove {CHECKSUMS} if it was changed on purpose"
     try:

@@ -371,7 +371,7 @@ class MosarForCausalLM(MosarPreTrainedModel, GenerationMixin):
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
-        """Our own cache, unless the caller brings one or wants none."""
+        """Our own cache, unless the caller passes one or switches it off."""
         kind = generation_config.cache_implementation
         if kind not in (None, "dynamic"):
             raise ValueError(
@@ -389,7 +389,7 @@ class MosarForCausalLM(MosarPreTrainedModel, GenerationMixin):
                 model_kwargs["past_key_values"].activate_past_recording()
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused, before requests fail one by one."""
+        """Refused here, so that requests do not fail one by one."""
         raise ValueError(
             "continuous batching needs keys in pages, and ours are kept by their routing: call "
             "generate with a batch, padded on the left"

@@ -56,7 +56,7 @@ def starts_again(positions: Tensor) -> bool:
 
 
 def _valid(tokens: Tensor, mask: Tensor | None, cache: MosarCache | None) -> Tensor | None:
-    """Which new tokens are none of the padding, [B, T]; None: all."""
+    """Which new tokens are not padding, [B, T]; None: all."""
     if mask is None:
         return None
     rows, count = tokens.shape[:2]

@@ -62,7 +62,7 @@ def import_model(folder: Path | str, out: Path | str, *, data: Path | None = Non
 
 
 def _write_metrics(path: Path, lines: list[dict[str, Any]]) -> str:
-    """Writes the lines; their link."""
+    """Writes the lines and returns their link."""
     file = MetricsFile(path)
     try:
         for line in lines:
@@ -84,7 +84,7 @@ def _state(config: RunConfig) -> dict[str, Any]:
 
 
 def _new_run(config: MosarDecoderConfig) -> RunConfig:
-    """A run that starts from a model nobody knows the training of."""
+    """A run that starts from a model whose training is unknown."""
     return RunConfig(
         model=config.model_config,
         attention=config.attention_config,

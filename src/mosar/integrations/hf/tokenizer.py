@@ -1,4 +1,4 @@
-"""The tokenizer of a dataset as transformers has them: the same tokens for every text."""
+"""A dataset's tokenizer in the form of transformers: the same tokens for every text."""
 
 from __future__ import annotations
 

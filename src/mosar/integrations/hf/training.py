@@ -1,4 +1,4 @@
-"""What `Trainer` does not know of: in which update it is, for the warm-up of the routing cost."""
+"""Tells the model which update `Trainer` is in, for the warm-up of the routing cost."""
 
 from __future__ import annotations
 
@@ -37,5 +37,5 @@ class RoutingCostWarmup(TrainerCallback):
 
 
 def _unwrapped(model: Any) -> Any:
-    """The model inside what distributed training or an adapter put around it."""
+    """The model without the wrappers of distributed training or of an adapter."""
     return next((part for part in model.modules() if isinstance(part, MosarForCausalLM)), model)

@@ -3,7 +3,7 @@
 transformers hands new keys and values to `update` and gives what comes back to the attention
 function; the regimes are known only there, so `update` passes the new tokens on and the attention
 function stores them. An empty cache of any dynamic kind is given these layers, in place: `generate`
-and whoever holds the cache need not know.
+and other holders of the cache need not know.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ def evaluate_window(
     base: str = "",
     advance: Callable[[], None] = lambda: None,
 ) -> list[RetrofitEvaluation]:
-    """The same of a model without routers whose tokens all reach `reach` tokens and the sinks."""
+    """The same for a model without routers whose tokens all reach `reach` tokens and the sinks."""
     with fixed_window(model, reach, num_sinks) as attached:
         records = evaluate_retrofit(
             attached, windows, lengths, ("sparse",), base=base, advance=advance
@@ -173,7 +173,7 @@ class _Support:
 
 
 def _means(by_layer: list[list[Tensor]]) -> list[list[float]]:
-    """Over windows; nothing where nobody looked."""
+    """Over windows; empty where nothing was observed."""
     return [torch.stack(found).double().mean(dim=0).tolist() for found in by_layer if found]
 
 

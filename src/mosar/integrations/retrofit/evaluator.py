@@ -41,7 +41,7 @@ from mosar.records import (
 
 RECORDS = Path("evaluations", "retrofit.jsonl")
 ROUNDS = 3
-"""Of timing, where nobody says how many."""
+"""Rounds of timing by default."""
 
 
 def evaluate_folder(
@@ -59,7 +59,7 @@ def evaluate_folder(
     force: bool = False,
     progress: bool = True,
 ) -> list[Record]:
-    """The new records of an adapter's folder; what it has already is not made again.
+    """The new records of an adapter's folder; records that exist are not made again.
 
     lengths: "2x" of the length of training, or tokens. data: text or a dataset, by default what
     the routers were trained with, whose first windows they did not see. tokens: predicted at the
@@ -101,7 +101,7 @@ def evaluate_folder(
 
 
 class Evaluator:
-    """Evaluates one model on one text and writes down what is not there yet."""
+    """Evaluates one model on one text and writes the records that are missing."""
 
     def __init__(
         self,
@@ -209,7 +209,7 @@ class Evaluator:
             )
 
     def _needles(self, length: int, routing: str, contexts: int) -> list[RetrofitNeedles]:
-        """Those there are, of the present routers."""
+        """The records that exist, of the present routers."""
         return [
             r
             for r in (*self.known, *self.made)

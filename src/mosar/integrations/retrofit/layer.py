@@ -1,7 +1,7 @@
-"""The routers of one attention layer of somebody else's model.
+"""The routers of one attention layer of a pretrained model.
 
-They are no submodule of it: the base model keeps its parameters, its state dict and its dtype, and
-the routers stay in float32 whatever happens to it.
+They are not a submodule of it. So the base model keeps its parameters, its state dict and its
+dtype, and the routers stay in float32 when the model is cast.
 
 Shapes: B batch, H query heads, K key/value heads, T queries, S keys, D head dim.
 """
@@ -22,7 +22,7 @@ from mosar.errors import ModelError
 from mosar.geometries import LayerRouting
 
 NAME = "mosar_retrofit"
-"""Of the attention function of routed layers, as transformers registers it."""
+"""The name under which transformers registers the attention function of routed layers."""
 # exp(-40) is far below the rounding of 1 in float32: the global regime has all of the probability.
 SATURATED = 40.0
 
@@ -68,7 +68,7 @@ class RoutedLayer(nn.Module):
             )
         self.config, self.index = config, index
         self.window: int | None = None
-        """The largest distance in the last pass, None: all keys; each pass says it anew."""
+        """The largest distance in the last pass, None: all keys; every pass sets it."""
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.query_router = PostPositionRouter(num_heads * head_dim, config)
         self.key_router = PostPositionRouter(num_kv_heads * head_dim, config)
@@ -119,7 +119,7 @@ class RoutedLayer(nn.Module):
             self.residual = args[0] if args else kwargs["hidden_states"]
 
     def begin_pass(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Before the module attends: which part of the cache is its own."""
+        """Before the module attends: finds the layer's own part of the cache."""
         # GPT-NeoX has a name of its own for it.
         cache = kwargs.get("past_key_values", kwargs.get("layer_past"))
         self.waiting = module.config._attn_implementation == NAME
@@ -128,7 +128,7 @@ class RoutedLayer(nn.Module):
             self.cache = cache.layers[self.index]
 
     def check_attended(self, module: nn.Module, args: tuple, output: Any) -> None:
-        """Afterwards: that it did."""
+        """After the module: refuses one that did not call attention."""
         if self.waiting:
             raise ModelError(
                 f"{type(module).__name__} does not call transformers' attention function, so that "
@@ -136,7 +136,7 @@ class RoutedLayer(nn.Module):
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RoutedLayer:
-        # A copy of a model shares neither the cache of a pass that is over nor who looks on.
+        # A copy shares neither the cache of the last pass nor the observer.
         copy = RoutedLayer(
             self.config,
             index=self.index,
