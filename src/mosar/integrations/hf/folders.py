@@ -91,7 +91,7 @@ def write_checksums(folder: Path) -> None:
 
 
 def check_checksums(folder: Path) -> None:
-    """A ModelError names a file that changed since the export; without checksums no file is checked."""
+    """A ModelError names a file that changed since the export, if the folder has checksums."""
     path = folder / CHECKSUMS
     advice = f"export it again, or remove {CHECKSUMS} if it was changed on purpose"
     try:
