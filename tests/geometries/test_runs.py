@@ -83,3 +83,20 @@ def test_pruning_on_the_kernels_is_that_of_torch_operators(monkeypatch):
     torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-4)
     assert counted == layer.acting.count_pairs((2, LENGTH))
     assert 0.1 < counted[0] / counted[1] < 0.9
+
+
+def test_buckets_on_the_kernels_are_those_of_torch_operators(monkeypatch):
+    layer = VARIANTS["reformer"].geometry_class(VARIANTS["reformer"], SHAPE)
+    monkeypatch.setattr(chunked, "PAIRS", 32 * LENGTH)
+    found, counts = {}, {}
+    for dtype in (torch.float32, torch.float64):
+        q, k, v, hidden = inputs(dtype)
+        out, _ = layer(q, k, v, hidden=hidden, scale=0.3, softcap=4.0)
+        weights = torch.sin(torch.arange(out.numel())).reshape(out.shape).to(dtype)
+        found[dtype] = [out, *torch.autograd.grad((out * weights).sum(), (q, v))]
+        with torch.no_grad():
+            layer(q, k, v, hidden=hidden, scale=0.3, softcap=4.0)
+        counts[dtype] = layer.count_pairs((2, LENGTH))
+    for ours, expected in zip(*found.values(), strict=True):
+        torch.testing.assert_close(ours.double(), expected, rtol=1e-4, atol=1e-4)
+    assert counts[torch.float32] == counts[torch.float64]

@@ -19,10 +19,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mosar.geometries.chunked import Call, Chunk, Chunked, capped, grouped_product
+from mosar.geometries.chunked import (
+    Call,
+    Chunk,
+    Chunked,
+    capped,
+    grouped_product,
+    reads_runs,
+)
 from mosar.geometries.geometry import Attended
 from mosar.geometries.own_settings import OwnSettings, setting
 from mosar.geometries.rope import Rope
+from mosar.kernels.native import attend_alike
 
 _ITSELF = -5e4
 
@@ -76,6 +84,23 @@ class Reformer(Chunked, Rope):
             angles = torch.einsum("bhtd,rnd->bhrtn", x, rotations)
             labels.append(torch.cat([angles, -angles], dim=-1).argmax(dim=-1))
         return turned[0], turned[1], labels[0], labels[1]
+
+    def attend_chunk(self, call: Call, chunk: Chunk, state: Any) -> Tensor:
+        if not reads_runs(call) or call.given.key_segments is not None or self.own.rounds > 1:
+            return super().attend_chunk(call, chunk, state)
+        q, k, labels_q, labels_k = state
+        first, last = int(chunk.queries[0]), int(chunk.queries[-1]) + 1
+        seen = call.k.shape[2] - call.q.shape[2] + last
+        out, pairs = attend_alike(
+            *(q[:, :, first:last], k[:, :, :seen], call.v[:, :, :seen]),
+            *(labels_q[:, :, 0, first:last], labels_k[:, :, 0, :seen], self.own.buckets),
+            scale=call.scale,
+            softcap=call.softcap,
+        )
+        if not torch.is_grad_enabled():
+            existing = len(q) * int((seen - torch.arange(last - first)).sum())
+            self._counted = self._counted[0] + pairs / q.shape[1], self._counted[1] + existing
+        return out
 
     def scores(self, call: Call, chunk: Chunk, state: Any) -> Tensor:
         q, k, _, _ = state

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -169,6 +170,48 @@ def attend_runs(
     bias = None if key_bias is None else (key_bias.double() * math.log2(math.e)).contiguous()
     options = {"scale": scale, "softcap": softcap or 0.0, "groups": groups, "key_bias": bias}
     return _run(q, k, v, plan, kind=NONE if bias is None else TABLE, **options)[0]
+
+
+def attend_alike(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    labels_q: Tensor,
+    labels_k: Tensor,
+    num_labels: int,
+    *,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, int]:
+    """Attention to the earlier keys of a query's own label; to its own key where there are none.
+
+    The queries are the last T of the keys; labels_q [B, H, T] and labels_k [B, H, S] < num_labels,
+    and k, v have as many heads. Returns [B, H, T, D], and the pairs with the queries' own keys.
+    """
+    load_operators()
+    batch, heads, queries = labels_q.shape
+    rows, keys = batch * heads, k.shape[2]
+    places = torch.arange(keys, dtype=torch.int32).expand(rows, -1).contiguous()
+    own = torch.eye(num_labels, dtype=torch.bool)
+    plan = build_native_plan(
+        PlanInput(
+            labels_q=labels_q.reshape(rows, queries).to(torch.int32).contiguous(),
+            classes_k=labels_k.reshape(rows, keys).to(torch.int32).contiguous(),
+            places_q=places[:, keys - queries :].contiguous(),
+            places_k=places,
+            floor_q=None,
+            valid_k=None,
+            reach=torch.where(own, keys, -1).to(torch.int32),
+            window=keys,
+        )
+    )
+    label = plan.source.labels_q.long().gather(1, plan.query_order.long())
+    lo, hi = (x.masked_fill(~own[label], 0) for x in (plan.run_lo, plan.run_hi))
+    # Its own key is the last of a query's run.
+    earlier = torch.where(hi - lo > 1, hi - 1, hi)
+    plan = replace(plan, run_lo=lo, run_hi=earlier)
+    options = {"scale": scale, "softcap": softcap or 0.0, "groups": heads}
+    return _run(q, k, v, plan, kind=NONE, **options)[0], int((hi - lo).sum())
 
 
 def choice_gradient(
