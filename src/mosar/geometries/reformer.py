@@ -3,7 +3,8 @@
     key_j = q_j / |q_j| (no projection of its own), bucket(x) = argmax [x R; -x R] before rotation
     pair (i, j) exists iff j < i and their buckets agree, and (i, i) at -5e4: only if nothing else
 
-Chunks of sorted tokens, by which the authors bound the cost, let later tokens in; without them the
+One round of hashing is a plan of the kernels, sorted by bucket; with more rounds, documents,
+float64 or a GPU torch operators mask pairs. Chunks of sorted tokens, by which the authors bound the cost, let later tokens in; without them the
 softmax over the union of all rounds is their formula.
 
 Shapes: B batch, H heads, T queries, S keys, D head dim, r rounds.
@@ -39,7 +40,7 @@ class Reformer(Chunked, Rope):
     """RoPE after hashing; keys are made of queries, so `k_proj` is unused."""
 
     family = "window"
-    reads_by_content = adaptive = True
+    reads_by_content = adaptive = native = True
     source, checked = "Kitaev et al. 2020 (Reformer)", "its law; reformer-pytorch"
 
     @dataclass(frozen=True, kw_only=True)
