@@ -3,9 +3,9 @@
     key_j = q_j / |q_j| (no projection of its own), bucket(x) = argmax [x R; -x R] before rotation
     pair (i, j) exists iff j < i and their buckets agree, and (i, i) at -5e4: only if nothing else
 
-One round of hashing is a plan of the kernels, sorted by bucket; with more rounds, documents,
-float64 or a GPU torch operators mask pairs. Chunks of sorted tokens, by which the authors bound the cost, let later tokens in; without them the
-softmax over the union of all rounds is their formula.
+Chunks of sorted tokens, by which the authors bound the cost, let later tokens in; without them the
+softmax over the union of all rounds is their formula. One round of hashing is a plan of the
+kernels, sorted by bucket; for more rounds, documents, float64 or a GPU torch operators mask pairs.
 
 Shapes: B batch, H heads, T queries, S keys, D head dim, r rounds.
 """
