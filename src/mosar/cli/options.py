@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -87,7 +88,9 @@ def check_names(variant: str | None, preset: str | None) -> None:
     from mosar.training.presets import PRESETS
 
     if variant is not None:
-        check_name("variant", variant, listed(VARIANTS))
+        # A program that enters a variant of its own has imported them.
+        loaded = sys.modules.get("mosar.geometries")
+        check_name("variant", variant, loaded.VARIANTS if loaded else listed(VARIANTS))
     if preset is not None:
         check_name("preset", preset, PRESETS)
 

@@ -57,13 +57,15 @@ def saved_by_layer(config: RunConfig, mesh: Mesh) -> list[Saved]:
     if config.attention.geometry_class.routed:
         mosar = config.regimes
         groups = _groups(config, mesh)
-        saved.append(Saved("routing probabilities", 2 * groups * mosar.num_regimes, 4, 4))
-        if mesh.tensor > 1:
-            # One process computes its routers again in the backward pass instead.
-            saved += [
-                Saved("routers, before and after GELU", 4 * groups * mosar.router_hidden, 4, 4),
-                Saved("q and k as the routers read them", query + key, 0, 4),
-            ]
+        # One process computes its routers again in the backward pass, from q and k as they came.
+        shared = mesh.tensor > 1
+        saved += [
+            Saved("routing probabilities", 2 * groups * mosar.num_regimes, 4, 4),
+            Saved("q and k as the routers read them", query + key, 0, 4 if shared else 2),
+        ]
+        if shared:
+            hidden = 4 * groups * mosar.router_hidden
+            saved.append(Saved("routers, before and after GELU", hidden, 4, 4))
     return saved
 
 
