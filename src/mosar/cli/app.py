@@ -106,7 +106,7 @@ def root(
 ) -> None:
     """Attention that learns how far each token needs to look.
 
-    A first model in a few minutes, with nothing else installed:
+    These commands make a first model in a few minutes and need no extra packages:
 
     Example: mosar prepare stdlib --out data/first
 

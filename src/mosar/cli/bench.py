@@ -35,16 +35,16 @@ _group = command_group(
 )
 _SHAPES = "Query heads x key/value heads x head dim"
 _LABELS = (
-    "Regime labels: independent or clustered (both with the paper's shares), or FILE.npz with "
-    "labels_q and labels_k."
+    "Regime labels: independent or clustered (both with the paper's routing shares), or FILE.npz "
+    "with labels_q and labels_k."
 )
 _FLEX = (
-    "FlexAttention compiles ten seconds for each length, so on the CPU it runs only from 1024 to "
-    "4096 tokens."
+    "FlexAttention needs ten seconds to compile for each length, so on the CPU it runs only from "
+    "1024 to 4096 tokens."
 )
 Labels = Annotated[str, Option(help=_LABELS)]
 Seed = Annotated[int, Option(min=0, help="Seed of labels, queries, keys and values.")]
-Seconds = Annotated[float, Option(help="About how long each row is timed, in 5 to 30 rounds.")]
+Seconds = Annotated[float, Option(help="Approximate seconds for each row, in 5 to 30 rounds.")]
 Json = Annotated[Path | None, Option(help="Append one record per row to this file.")]
 
 
@@ -82,12 +82,13 @@ def bench_attention(
     seconds: Seconds = 10.0,
     config: Geometry = None,
     json: Json = None,
-    plot: Annotated[Path | None, Option(help="Draw speed-up by length: .png, .svg, .pdf.")] = None,
+    plot: Annotated[Path | None, Option(help="Plot speed-up by length: .png, .svg, .pdf.")] = None,
 ) -> None:
-    """Time attention side by side: dense SDPA, FlexAttention, our reference, ours.
+    """Time attention: dense SDPA, FlexAttention, our reference and our kernels.
 
-    All are timed in one run, in turn. Our results are compared with float64 first: a wrong result
-    gets no speed-up, and the exit code is 1. Separate several values of an option by commas.
+    All are timed in one run, in turn. Our results are first compared with float64. If a result is
+    wrong, no speed-up is printed and the exit code is 1. Options take several values, separated by
+    commas.
 
     Example: mosar bench attention
 
@@ -110,16 +111,18 @@ def bench_attention(
 def bench_train(
     variants: Annotated[
         str | None,
-        Option(help="Time these variants, or all, against rope instead; by CPU time."),
+        Option(help="Compare the CPU time of these variants, or all, with rope instead."),
     ] = None,
     lengths: Annotated[
-        str | None, Option(help="Tokens in a window; by default 512,2048, with --variants 512.")
+        str | None, Option(help="Tokens in a window; by default 512,2048 (with --variants: 512).")
     ] = None,
     softcap: Annotated[
         str | None,
-        Option(help="capped (Gemma 2's), plain, or both; by default both, with --variants capped."),
+        Option(
+            help="capped (as Gemma 2), plain or both; by default both (with --variants: capped)."
+        ),
     ] = None,
-    preset: Annotated[str, Option(help="The size of the model.")] = "small",
+    preset: Annotated[str, Option(help="The preset that gives the model its size.")] = "small",
     memory: Annotated[
         str | None,
         Option(
@@ -131,17 +134,17 @@ def bench_train(
     seconds: Annotated[
         float | None,
         Option(
-            help="About how long each row is timed, in 5 to 30 rounds; by default 60, with "
-            "--variants 20."
+            help="Approximate seconds for each row, in 5 to 30 rounds; by default 60 (with "
+            "--variants: 20)."
         ),
     ] = None,
     json: Json = None,
 ) -> None:
     """Time a training step: our rope and mosar, transformers' Gemma 2, a nanoGPT-style loop.
 
-    All have the same size and are timed in one run, in turn. Losses are compared first: ours with
-    float64, and Gemma 2's with ours for the same weights. A wrong result gets no ratio, and the
-    exit code is 1.
+    All models have the same size and are timed in one run, in turn. The losses are checked first:
+    ours against float64, and Gemma 2's against ours with the same weights. If a loss is wrong, no
+    ratio is printed and the exit code is 1.
 
     Example: mosar bench train
 
@@ -165,11 +168,11 @@ def bench_decode(
     shapes: Annotated[str, Option(help=f"{_SHAPES}; not with --model.")] = "9x3x64,8x1x256",
     lengths: Annotated[
         str | None,
-        Option(help="Tokens at the last step; by default 2048 to 16384, with --model 16384."),
+        Option(help="Tokens at the last step; by default 2048 to 16384 (with --model: 16384)."),
     ] = None,
     model: Annotated[
         str | None,
-        Option(help="Time whole models instead: smollm2 for its sizes, or tiny to try it out."),
+        Option(help="Time whole models instead: smollm2 (its size), or tiny for a quick test."),
     ] = None,
     labels: Labels = "independent",
     seed: Seed = 0,
@@ -177,21 +180,21 @@ def bench_decode(
     seconds: Annotated[
         float | None,
         Option(
-            help="About how long each row is timed, in 5 to 30 passes; by default 5, with --model "
-            "20."
+            help="Approximate seconds for each row, in 5 to 30 passes; by default 5 (with --model: "
+            "20)."
         ),
     ] = None,
     config: Geometry = None,
     json: Json = None,
 ) -> None:
-    """Time one decode step's attention: the regime cache against SDPA over a dense cache.
+    """Time the attention of one decode step: the regime cache against SDPA with a dense cache.
 
-    A step appends a token and attends with its query. Both are timed in one run, in turn. Our
-    results are compared with float64 first: a wrong result gets no speed-up, and the exit code is
-    1.
+    A step appends one token to the cache and computes attention for its query. Both are timed in
+    one run, in turn. Our results are first compared with float64. If a result is wrong, no speed-up
+    is printed and the exit code is 1.
 
-    With --model, whole models generate: our decoder with the regime cache, our decoder with a
-    dense cache, and transformers' Llama with its DynamicCache and SDPA.
+    With --model, the command times the generation of whole models: our decoder with the regime
+    cache, our decoder with a dense cache, and transformers' Llama with its DynamicCache and SDPA.
 
     Example: mosar bench decode
 

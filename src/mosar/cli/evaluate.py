@@ -36,13 +36,16 @@ def evaluate(
     lengths: Lengths = "1x,2x,4x",
     routing: Annotated[
         str | None,
-        Option(help="One or more of soft, top1, sparse; native without routers. By default all."),
+        Option(
+            help="One or more of soft, top1, sparse; native for variants without routers. By "
+            "default all."
+        ),
     ] = None,
     mode: Annotated[
         str | None,
         Option(
-            help="Ways to run a model that it was not trained with: pi, ntk, yarn, "
-            "dynamic-ntk, streaming, minference, flexprefill of rope; lex of xpos; acp of fox."
+            help="Modes that were not used in training. For rope: pi, ntk, yarn, dynamic-ntk, "
+            "streaming, minference, flexprefill; for xpos: lex; for fox: acp."
         ),
     ] = None,
     step: Step = None,
@@ -50,11 +53,13 @@ def evaluate(
     tokens: PredictedTokens = None,
     against: Annotated[
         Path | None,
-        Option(help="Another run: also show the difference from it, at the same --step if given."),
+        Option(help="Also show the difference from this other run (at the same --step, if given)."),
     ] = None,
-    details: Annotated[bool, Option("--details", help="Also show positions and layers.")] = False,
+    details: Annotated[
+        bool, Option("--details", help="Also show results by position and layer.")
+    ] = False,
     force: Annotated[
-        bool, Option("--force", help="Compute again what the run folder already has.")
+        bool, Option("--force", help="Recompute results that already exist in the run folder.")
     ] = False,
     documents: Annotated[
         int | None,
@@ -75,14 +80,15 @@ def evaluate(
         Option(
             min=0,
             metavar="ROUNDS",
-            help="Retrofitted models: rounds of timing; 0 times nothing. By default 3.",
+            help="Retrofitted models: rounds of timing, 0 for no timing; by default 3.",
         ),
     ] = None,
     speed_lengths: Annotated[
         str | None,
         Option(
             metavar="LENGTHS",
-            help="Retrofitted models: more prompts to time, like 16384; may exceed the context.",
+            help="Retrofitted models: more prompt lengths to time, like 16384; can exceed the "
+            "context.",
         ),
     ] = None,
     needles: Annotated[
@@ -90,7 +96,8 @@ def evaluate(
         Option(
             min=1,
             metavar="TEXTS",
-            help="Retrofitted models: also find needles, so many texts per task and length.",
+            help="Retrofitted models: also run needle tasks, with this many texts per task and "
+            "length.",
         ),
     ] = None,
     json: Annotated[Path | None, Option(help="Append the records to this file.")] = None,
@@ -99,9 +106,10 @@ def evaluate(
 ) -> None:
     """Evaluate a run: perplexity by length and routing, reach, density, discarded mass.
 
-    Every length predicts the same validation text. For a run that learnt a task (data.task), it
-    measures the accuracy by distance instead. Records go into RUN/evaluations. A folder of mosar
-    retrofit is compared with its base model, also in speed and cache; RUN/report.md says it all.
+    The same validation text is predicted at every length. If the run was trained on a task
+    (data.task), the command measures accuracy by distance instead of perplexity. It saves its
+    records in RUN/evaluations. It compares a folder of mosar retrofit with the base model, also in
+    speed and cache size, and writes the results to RUN/report.md.
 
     Example: mosar evaluate runs/mosar
 

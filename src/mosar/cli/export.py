@@ -16,17 +16,18 @@ def export(
     out: NewFolder,
     step: Step = None,
     dtype: Annotated[
-        str, Option(help="float32, bfloat16 or float16, for all parameters but the routers.")
+        str, Option(help="float32, bfloat16 or float16, for all parameters except the routers.")
     ] = "float32",
     routing: Annotated[
         str, Option(help="The routing of the loaded model: soft, top1 or sparse.")
     ] = "soft",
     data: MovedData = None,
-    force: Annotated[bool, Option("--force", help="Replace an exported model in --out.")] = False,
+    force: Annotated[bool, Option("--force", help="Replace an existing model in --out.")] = False,
 ) -> None:
     """Export a checkpoint for transformers: weights, tokenizer, model card.
 
-    --out appears only once it is complete. docs/huggingface.md shows how to load it.
+    The folder --out is created only when the export is complete. docs/huggingface.md shows how to
+    load it.
 
     Example: mosar export runs/mosar --out exported
 

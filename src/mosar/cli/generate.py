@@ -28,32 +28,36 @@ def generate(
     model: Annotated[
         Path | None,
         Argument(
-            help="A run folder of mosar train, a folder of mosar export, or a retrofitted model; "
-            "with --adapter its base model, if the adapter's own is elsewhere.",
+            help="A folder made by mosar train, mosar export or mosar retrofit. With --adapter: "
+            "the path of the base model, if it is not where the adapter expects it.",
             show_default=False,
         ),
     ] = None,
     prompt: Annotated[
         str | None,
         Option(
-            help="The text to continue; - reads stdin; an empty one starts a new text. Not needed "
-            "with --compare."
+            help="The text to continue; - reads stdin; an empty prompt starts a new text. Not "
+            "needed with --compare."
         ),
     ] = None,
     adapter: Annotated[
         str | None,
-        Option(help="Routers for a pretrained model: a folder, or a ready one like smollm2-135m."),
+        Option(help="Trained routers: a folder, or an included adapter like smollm2-135m."),
     ] = None,
-    max_new_tokens: Annotated[int, Option(min=1, help="The most tokens to write.")] = 200,
-    temperature: Annotated[float, Option(min=0.0, help="0 takes the likeliest token.")] = 0.8,
+    max_new_tokens: Annotated[int, Option(min=1, help="Write at most this many tokens.")] = 200,
+    temperature: Annotated[
+        float, Option(min=0.0, help="With 0, always take the most probable token.")
+    ] = 0.8,
     top_k: Annotated[
-        int | None, Option(min=1, help="Sample from the k likeliest tokens; by default from all.")
+        int | None, Option(min=1, help="Sample from the k most probable tokens; by default all.")
     ] = None,
     top_p: Annotated[
         float | None,
-        Option(help="Sample from the likeliest tokens that sum to this probability."),
+        Option(help="Sample from the most probable tokens that sum to this probability."),
     ] = None,
-    seed: Annotated[int, Option(min=0, max=2**63 - 1, help="Same seed, same text.")] = 0,
+    seed: Annotated[
+        int, Option(min=0, max=2**63 - 1, help="The same seed gives the same text.")
+    ] = 0,
     routing: Annotated[
         str | None,
         Option(
@@ -71,7 +75,7 @@ def generate(
         bool,
         Option(
             "--compare",
-            help="Retrofitted models: also write with the dense model; compare speed and cache.",
+            help="Retrofitted models: also run the dense model; compare speed and cache.",
         ),
     ] = False,
     threads: Threads = None,

@@ -16,7 +16,7 @@ def import_model(
     folder: Annotated[
         Path, Argument(help="A folder of mosar export, or of save_pretrained.", show_default=False)
     ],
-    out: Annotated[Path, Option(help="The run folder to make.")],
+    out: Annotated[Path, Option(help="The run folder to create.")],
     data: Annotated[
         Path | None,
         Option(help="The dataset of the run; needed if the model was not exported from a run."),
@@ -24,7 +24,7 @@ def import_model(
 ) -> None:
     """Make a run folder from an exported model, with exactly the same parameters.
 
-    mosar evaluate, train and generate take the run folder. The optimizer starts anew.
+    mosar evaluate, train and generate can use the run folder. The optimizer state is new.
 
     Example: mosar import exported --out runs/again --data data/stdlib
     """

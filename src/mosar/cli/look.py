@@ -26,24 +26,24 @@ def look(
     model: Annotated[
         Path,
         Argument(
-            help="A run folder of mosar train, a folder of mosar export, or a retrofitted model.",
+            help="A folder made by mosar train, mosar export or mosar retrofit.",
             show_default=False,
         ),
     ],
     text: Annotated[str, Option(help="A file with the text; - reads stdin.")],
     out: Annotated[Path, Option(help="The page to write.")] = Path("look.html"),
     tokens: Annotated[
-        int, Option(min=1, max=1 << 16, help="The most tokens of the text to read.")
+        int, Option(min=1, max=1 << 16, help="Read at most this many tokens of the text.")
     ] = 4096,
     step: Step = None,
     data: MovedData = None,
     threads: Threads = None,
     progress: Progress = True,
 ) -> None:
-    """Show what every token of a text chose: one page, with text, map, attention and savings.
+    """Show which regime every token of a text chose: one page with text, map and attention.
 
-    The page is one file and needs no network. It holds only the largest attention weights; no
-    tensor of tokens x tokens is made.
+    The page is one file and works offline. It contains only the largest attention weights, and it
+    shows how many pairs are saved. The command never makes a tensor of tokens x tokens.
 
     Example: mosar look runs/mosar --text article.txt --out look.html
     """

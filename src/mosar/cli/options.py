@@ -25,14 +25,16 @@ DATASET = "data/stdlib"
 _FIGURE_SUFFIXES = (".png", ".svg", ".pdf")
 VARIANTS = ", ".join(_LISTED.findall(_SOURCE.read_text()))
 
-Run = Annotated[Path, Argument(help="A run folder of mosar train.", show_default=False)]
-NewFolder = Annotated[Path, Option("--out", help="Folder to make.")]
-Step = Annotated[int | None, Option(min=0, help="The step of a checkpoint; by default the newest.")]
+Run = Annotated[Path, Argument(help="A run folder made by mosar train.", show_default=False)]
+NewFolder = Annotated[Path, Option("--out", help="Folder to create.")]
+Step = Annotated[
+    int | None, Option(min=0, help="Use the checkpoint of this step; by default the newest.")
+]
 MovedData = Annotated[
-    Path | None, Option("--data", help="Where the run's dataset is now, if it was moved.")
+    Path | None, Option("--data", help="New path of the run's dataset, if it was moved.")
 ]
 Dataset = Annotated[
-    Path | None, Option("--data", help=f"A dataset of mosar prepare; by default {DATASET}.")
+    Path | None, Option("--data", help=f"A dataset made by mosar prepare; by default {DATASET}.")
 ]
 Variant = Annotated[str | None, Option(help=f"{VARIANTS}.")]
 Preset = Annotated[
@@ -46,7 +48,7 @@ Lengths = Annotated[str, Option(help="Multiples of the training length (2x), or 
 PredictedTokens = Annotated[
     int | None,
     Option(
-        min=1, help="Tokens to predict at each length; by default as many as 64 training steps see."
+        min=1, help="Tokens to predict at each length; by default the tokens of 64 training steps."
     ),
 ]
 Changes = Annotated[
@@ -54,7 +56,7 @@ Changes = Annotated[
     Option(
         "--set",
         metavar="KEY=VALUE",
-        help="A change like train.steps=60; can be repeated. Keys: docs/training.md.",
+        help="Change a setting, like train.steps=60; can be repeated. Keys: docs/training.md.",
     ),
 ]
 TextField = Annotated[
@@ -62,7 +64,7 @@ TextField = Annotated[
 ]
 Geometry = Annotated[
     Path | None,
-    Option("--config", help="A file with the JSON of a MoSARConfig, from MoSARConfig.to_json()."),
+    Option("--config", help="A file with the JSON text that MoSARConfig.to_json() returns."),
 ]
 Threads = Annotated[
     int | None, Option(min=1, help="Number of torch threads; by default torch decides.")

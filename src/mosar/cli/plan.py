@@ -34,11 +34,13 @@ def plan(
     preset: Preset = "paper",
     variant: Variant = "mosar",
     context: Annotated[
-        int | None, Option(min=1, help="Tokens in a window; by default the preset's.")
+        int | None, Option(min=1, help="Tokens in a window; by default as in the preset.")
     ] = None,
     gpus: Annotated[
         int | None,
-        Option(min=1, max=1_000_000, help="Ranks; by default --data x --shard x --tensor."),
+        Option(
+            min=1, max=1_000_000, help="Number of ranks; by default --data x --shard x --tensor."
+        ),
     ] = None,
     data: Annotated[
         int | None, Option(min=1, help="Copies of the model (DDP).", show_default="chosen")
@@ -46,22 +48,24 @@ def plan(
     shard: Annotated[
         int | None,
         Option(
-            min=1, help="Ranks that divide parameters and optimizer (FSDP).", show_default="chosen"
+            min=1,
+            help="Ranks that shard parameters and optimizer (FSDP).",
+            show_default="chosen",
         ),
     ] = None,
     tensor: Annotated[
         int | None,
-        Option(min=1, help="Ranks that divide heads and feed-forward.", show_default="chosen"),
+        Option(min=1, help="Ranks that split heads and feed-forward.", show_default="chosen"),
     ] = None,
     windows: Annotated[
         int | None,
         Option(
             min=1,
-            help="Windows per update, on all ranks; by default the preset's, or one per rank.",
+            help="Windows per update, on all ranks; by default as in the preset, or one per rank.",
         ),
     ] = None,
     memory: Annotated[
-        float, Option(min=0.001, help="GiB of memory per rank, from which the mesh is chosen.")
+        float, Option(min=0.001, help="GiB of memory per rank; the mesh is chosen to fit.")
     ] = 80.0,
     density: Annotated[
         str | None,
@@ -76,15 +80,15 @@ def plan(
         Option("--json", help="Write the plan as JSON; - writes it to stdout, without the tables."),
     ] = None,
     plot: Annotated[
-        Path | None, Option(help="Draw attention's cost by context: FILE.png, .svg or .pdf.")
+        Path | None, Option(help="Plot the cost of attention by context: FILE.png, .svg or .pdf.")
     ] = None,
 ) -> None:
-    """Estimate a run before it runs: parameters, operations, memory, communication, context.
+    """Estimate a run before you start it: parameters, operations, memory, communication, context.
 
-    Nothing is trained or timed. Every line says whether it is exact, measured or modelled, and by
-    which rule. Without --data, --shard and --tensor, the simplest mesh that fits into memory is
-    chosen. The regimes stay those of the preset's training length, as when a model is evaluated at
-    a longer context; --set model.max_length=8192 scales them.
+    Nothing is trained or timed. Every line says whether its figure is exact, measured or modelled,
+    and by which rule. Without --data, --shard and --tensor, the command chooses the simplest mesh
+    that fits into memory. --context does not change the reaches of the regimes: they belong to the
+    preset's training length. To scale them, use for example --set model.max_length=8192.
 
     Example: mosar plan --preset paper --context 8192 --gpus 64
 

@@ -18,13 +18,13 @@ def prepare(
     sources: Annotated[
         list[str] | None,
         Argument(
-            help="Text files (.txt, .md, …) or .jsonl, also with .gz; .parquet; folders of these; "
+            help="Text files (.txt, .md, …) or .jsonl, also as .gz; .parquet; folders of these; "
             "stdlib (the sources of Python's standard library, the default); or "
             "hf:NAME[:CONFIG][:SPLIT].",
             show_default=False,
         ),
     ] = None,
-    out: Annotated[Path | None, Option(help="Folder to make.")] = None,
+    out: Annotated[Path | None, Option(help="Folder to create.")] = None,
     tokenizer: Annotated[
         str,
         Option(
@@ -36,22 +36,23 @@ def prepare(
         list[str] | None, Option(help="A source of validation text; can be repeated.")
     ] = None,
     valid_fraction: Annotated[
-        float, Option(help="Without --valid: the share of documents, or of the only one, held out.")
+        float,
+        Option(help="Without --valid: the share of the documents to hold out for validation."),
     ] = 0.05,
-    seed: Annotated[int, Option(min=0, help="Seed of the choice of validation documents.")] = 0,
+    seed: Annotated[int, Option(min=0, help="Seed for choosing validation documents.")] = 0,
     text_field: TextField = "text",
     end_of_text: Annotated[
-        str | None, Option(help="The token of a tokenizer.json that ends documents.")
+        str | None,
+        Option(help="The token that ends a document, if the tokenizer is a tokenizer.json."),
     ] = None,
-    force: Annotated[bool, Option("--force", help="Replace a dataset in --out.")] = False,
-    check: Annotated[
-        Path | None, Option(help="Only compare this dataset with its checksums.")
-    ] = None,
+    force: Annotated[bool, Option("--force", help="Replace an existing dataset in --out.")] = False,
+    check: Annotated[Path | None, Option(help="Only verify the checksums of this dataset.")] = None,
 ) -> None:
     """Make a dataset from text: tokens for training and for validation.
 
     Each document ends with an end-of-text token. Without --valid, 5 % of the documents are held out
-    for validation; of a single document, its last 5 %. --out appears only once it is complete.
+    for validation. If there is only one document, its last 5 % are held out. The folder --out is
+    created only when the dataset is complete.
 
     Example: mosar prepare book.txt --out data/book
 

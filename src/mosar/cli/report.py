@@ -18,21 +18,19 @@ if TYPE_CHECKING:
 def report(
     folder: Annotated[
         Path,
-        Argument(
-            help="An experiment folder of mosar reproduce, or a run that mosar evaluate has seen."
-        ),
+        Argument(help="An experiment folder of mosar reproduce, or an evaluated run folder."),
     ],
-    out: Annotated[
-        Path | None, Option(help="Folder to write; by default report in FOLDER.")
-    ] = None,
+    out: Annotated[Path | None, Option(help="Folder to write; by default FOLDER/report.")] = None,
 ) -> None:
     """Make the report of an experiment: one page, tables, figures.
 
-    index.html needs no network; tables.md and tables.tex hold its tables, figures/ its figures as
-    .png and .svg. Equal records give equal files. For each variant with routers whose run folder
-    is there, the microscope reads a fixed paragraph, and the report links its page in looks/.
+    The page is index.html and works offline. tables.md and tables.tex contain its tables, and
+    figures/ contains its figures as .png and .svg. The same records always give the same files. If
+    the run folder of a variant with routers exists, the report also links to a page of mosar look
+    for a fixed paragraph, in looks/.
 
-    For retrofitted models, one or a folder of several, it writes report.md and their frontier.
+    For one retrofitted model, or a folder of several, the command writes report.md and a figure of
+    perplexity against density.
 
     Example: mosar report runs/small
 

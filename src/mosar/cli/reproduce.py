@@ -31,21 +31,21 @@ def reproduce(
     out: Annotated[Path, Option(help="The experiment folder; an existing experiment is resumed.")],
     preset: Preset = "quick",
     variants: Annotated[
-        str | None, Option(help=f"One or more of {VARIANTS}, or all; by default the paper's.")
+        str | None, Option(help=f"One or more of {VARIANTS}, or all; by default the paper's eight.")
     ] = None,
     seeds: Annotated[int, Option(min=1, help="Number of seeds, starting from 0.")] = 1,
     data: Annotated[
         Path | None,
         Option(
-            help="A dataset of mosar prepare; by default data/stdlib, which is made from Python's "
-            "standard library if it is missing. A task needs no dataset."
+            help="A dataset made by mosar prepare; by default data/stdlib, which is created from "
+            "Python's standard library if it is missing. A task needs no dataset."
         ),
     ] = None,
     grid: Annotated[
         str | None,
         Option(
             metavar="KEY=VALUE,VALUE",
-            help="Repeat for each value, like attention.barrier=4,6,8. Keys: docs/training.md.",
+            help="Run once for each value, like attention.barrier=4,6,8. Keys: docs/training.md.",
         ),
     ] = None,
     changes: Changes = None,
@@ -55,7 +55,7 @@ def reproduce(
         int | None,
         Option(
             min=1,
-            help="How many cells run side by side, each in its own process; by default as many as "
+            help="Number of cells to run in parallel, each in a process; by default as many as "
             "cores and memory allow.",
         ),
     ] = None,
@@ -63,7 +63,7 @@ def reproduce(
         int | None,
         Option(
             min=1,
-            help="Number of torch threads of each cell; by default one, or more if there are fewer "
+            help="Number of torch threads per cell; by default one, or more if there are fewer "
             "cells than cores.",
         ),
     ] = None,
@@ -71,9 +71,9 @@ def reproduce(
 ) -> None:
     """Run the paper's comparison: train the variants, evaluate them, make the report.
 
-    Each variant and seed is a cell. Finished cells are not run again, interrupted ones are resumed,
-    and a failed cell does not stop the others. Ctrl-C saves; the same command resumes. You can add
-    variants and seeds to the folder later.
+    A cell is one variant with one seed. Finished cells are not run again, interrupted cells are
+    resumed, and a failed cell does not stop the others. Ctrl-C saves; the same command resumes. You
+    can add variants and seeds to the folder later.
 
     Example: mosar reproduce --preset quick --out runs/quick
 

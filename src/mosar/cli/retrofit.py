@@ -29,7 +29,7 @@ def retrofit(
     model: Annotated[
         str,
         Argument(
-            help="A causal model of transformers: a folder, a GGUF file or a name on the hub.",
+            help="A causal transformers model: a folder, a GGUF file or a name on the hub.",
             show_default=False,
         ),
     ],
@@ -39,8 +39,8 @@ def retrofit(
     data: Annotated[
         list[str] | None,
         Option(
-            help="Text as mosar prepare takes it, or a dataset it made with the model's tokenizer; "
-            "can be repeated. By default stdlib."
+            help="Text sources as for mosar prepare, or a dataset made by it with the model's "
+            "tokenizer; can be repeated. By default stdlib."
         ),
     ] = None,
     target_density: Annotated[
@@ -50,14 +50,14 @@ def retrofit(
     length: Annotated[
         int | None,
         Option(
-            help="Tokens of a window; by default 4096, or the model's context if that is shorter."
+            help="Tokens in a window; by default 4096, or the model's context if that is shorter."
         ),
     ] = None,
     steps: Annotated[
         int | None,
         Option(
-            help="Windows to learn from; by default 20. 0: only move the routers of --start-from "
-            "to the target density."
+            help="Number of training windows; by default 20. With 0, the routers of --start-from "
+            "are only moved to the target density."
         ),
     ] = None,
     config: Geometry = None,
@@ -66,7 +66,7 @@ def retrofit(
         Option(
             "--set",
             metavar="KEY=VALUE",
-            help="A change like updates=4; can be repeated. Keys: docs/retrofit.md.",
+            help="Change a setting, like updates=4; can be repeated. Keys: docs/retrofit.md.",
         ),
     ] = None,
     start_from: Annotated[
@@ -78,18 +78,21 @@ def retrofit(
         Option(
             min=1,
             metavar="WINDOWS",
-            help="Train nothing: estimate from so many windows what fewer pairs lose and save.",
+            help="Do not train; estimate from this many windows what fewer pairs lose and save.",
         ),
     ] = None,
     text_field: TextField = "text",
-    evaluate: Annotated[bool, Option(help="Afterwards: perplexity, prefill, cache.")] = True,
+    evaluate: Annotated[
+        bool, Option(help="After training, measure perplexity, prefill and cache.")
+    ] = True,
     threads: Threads = None,
     progress: Progress = True,
 ) -> None:
-    """Add routers to a pretrained model and train only them; the model stays as it is.
+    """Add routers to a pretrained model and train only the routers.
 
-    The routers learn from the model's own attention, layer by layer. --out gets an adapter of a few
-    MB that mosar evaluate and mosar generate take. Ctrl-C saves; the same command resumes.
+    The weights of the model do not change. The routers learn from the model's own attention, layer
+    by layer. The command writes an adapter of a few MB to --out. mosar evaluate and mosar generate
+    can load it. Ctrl-C saves; the same command resumes.
 
     Example: mosar retrofit HuggingFaceTB/SmolLM2-135M --data articles.jsonl.gz --out runs/smollm2
 

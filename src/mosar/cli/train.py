@@ -38,14 +38,16 @@ def train(
     data: Dataset = None,
     changes: Changes = None,
     threads: Threads = None,
-    resume: Annotated[bool, Option(help="--no-resume refuses a folder that holds a run.")] = True,
+    resume: Annotated[
+        bool, Option(help="With --no-resume, it is an error if --out holds a run.")
+    ] = True,
     progress: Progress = True,
 ) -> None:
     """Train a variant, or resume the run in --out.
 
-    Ctrl-C saves. A resumed run gives the same numbers as one that never stopped. Without --variant
-    and --preset, the run in --out is resumed with its own configuration. A new run takes variant
-    mosar and preset quick unless others are given.
+    Ctrl-C saves the run. A resumed run gives the same numbers as a run that was never stopped.
+    Without --variant and --preset, the run in --out is resumed with its own configuration. A new
+    run uses variant mosar and preset quick by default.
 
     Example: mosar train --variant mosar --preset quick --data data/stdlib --out runs/mosar
 

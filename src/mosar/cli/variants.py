@@ -20,13 +20,14 @@ _WIDE = 150
 @command("variants")
 def variants(
     preset: Preset = "small",
-    as_json: Annotated[bool, Option("--json", help="Print JSON, with every fact.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print all facts as JSON.")] = False,
 ) -> None:
-    """List all variants: what they learn, read and keep, and whose idea they are.
+    """List all variants: what they learn, read and store, and who proposed them.
 
-    The numbers are for a preset's model. "pairs" is the share of the causal pairs that is read, at
-    one and at four times the training length. "q·k" counts a head's products for the last query of
-    the training length. Below are the modes in which mosar evaluate can run a trained model.
+    The numbers are for the model of a preset. "pairs" is the share of the causal pairs that is
+    read, at one and at four times the training length. "q·k" is the number of q·k products that one
+    head computes for the last query of the training length. A second table lists the modes in which
+    mosar evaluate can run a trained model.
 
     Example: mosar variants
 
@@ -62,13 +63,11 @@ def variants(
             *((fact.learns, fact.source, fact.checked) if is_wide else ()),
         )
     console.print(table)
-    print("–: depends on the text; adaptive-span: the most that it may read.")
-    print("cache: numbers that a layer keeps per token.")
-    print("All variants are prefix-invariant: later tokens change nothing of what comes before.")
+    print("–: depends on the text; adaptive-span: the largest share that it may read.")
+    print("cache: how many numbers a layer stores per token.")
+    print("All variants are prefix-invariant: later tokens do not change earlier outputs.")
     if not is_wide:
-        print(
-            "A wider terminal or --json also shows what each learns, follows and was checked with."
-        )
+        print("A wider terminal or --json shows more columns: learns, follows, checked against.")
     table = _table("mode", "prefix-invariant")
     for heading in ("of", "follows"):
         table.add_column(heading)
