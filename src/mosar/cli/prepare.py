@@ -37,7 +37,7 @@ def prepare(
     ] = None,
     valid_fraction: Annotated[
         float,
-        Option(help="Without --valid: the share of the documents to hold out for validation."),
+        Option(help="Without --valid: the share of the text to hold out for validation."),
     ] = 0.05,
     seed: Annotated[int, Option(min=0, help="Seed for choosing validation documents.")] = 0,
     text_field: TextField = "text",
