@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
-from typer import Option
+from typer import Argument, Option
 
 from mosar.cli.app import command
 from mosar.cli.options import (
@@ -13,7 +13,6 @@ from mosar.cli.options import (
     MovedData,
     PredictedTokens,
     Progress,
-    Run,
     Step,
     Threads,
     check_folder_of,
@@ -32,7 +31,10 @@ if TYPE_CHECKING:
 
 @command("evaluate", stopped="stopped; what was finished is in the run folder")
 def evaluate(
-    run: Run,
+    run: Annotated[
+        Path,
+        Argument(help="A run folder made by mosar train or mosar retrofit.", show_default=False),
+    ],
     lengths: Lengths = "1x,2x,4x",
     routing: Annotated[
         str | None,
