@@ -47,8 +47,15 @@ bench: setup ## measure attention: a table, and runs/bench/attention.{jsonl,png}
 	$(VENV)/bin/mosar bench attention --json runs/bench/attention.jsonl \
 		--plot runs/bench/attention.png
 
-figures: setup ## redraw docs/images
+LOOK = $(VENV)/bin/mosar look $(RUN) --text src/mosar/microscope/sample.txt --out build/look.html
+
+figures: setup ## redraw docs/images; RUN=runs/... (a run of mosar-plus) also redraws the microscope's
 	$(VENV)/bin/mosar figure decay-kernels --out docs/images/decay_kernels.png
+ifdef RUN
+	@mkdir -p build
+	$(LOOK) --picture docs/images/look_text.png --view 'reading?alone&token=354&layer=0&group=3'
+	$(LOOK) --picture docs/images/look_map.png --view 'map-section?alone&role=1'
+endif
 
 docs: setup ## build the site in build/site, offline; any broken link fails it
 	$(PIP) '$(TORCH)' -e '.[docs]'

@@ -1,12 +1,16 @@
 """The microscope's page in a real browser: what it shows is what was computed."""
 
+from io import BytesIO
+
 import pytest
 import torch
+from matplotlib.image import imread
 
 import mosar
 from microscope.models import make_decoder
 from mosar.data.tokenizer import ByteTokenizer
 from mosar.microscope.page import percent
+from mosar.microscope.picture import take_picture
 from report.conftest import browser  # noqa: F401
 
 TEXT = (
@@ -124,6 +128,34 @@ def test_the_map_leads_to_the_text(tab, seen):
     tab.evaluate("document.getElementById('map').focus()")
     tab.press("ArrowUp")
     check_numbers(tab, seen, 0, 20)
+
+
+def test_the_address_holds_the_view(tab, seen, tmp_path):
+    tab.evaluate("document.querySelector('#text [data-i=\"60\"]').click()")
+    choose(tab, "layer", 1)
+    view = tab.evaluate("location.hash")
+    assert view == "#reading?role=0&layer=1&token=60"
+    path = tmp_path / "look.html"
+    tab.open(path, view)
+    tab.wait("document.documentElement.dataset.ready === 'true'")
+    check_numbers(tab, seen, 1, 60)
+    # What does not exist is not chosen, and a section can stand alone.
+    tab.open(path, "#map-section?alone&token=99999&layer=-3&role=<b>")
+    tab.wait("document.documentElement.dataset.ready === 'true'")
+    assert shown(tab)["here"] == []
+    sections = "[...document.querySelectorAll('main > section')].filter(e => !e.hidden)"
+    assert tab.evaluate(f"{sections}.map(e => e.id)") == ["map-section"]
+    tab.open(path)
+    tab.wait("document.documentElement.dataset.ready === 'true'")
+    assert tab.evaluate(f"{sections}.length") == 5
+
+
+def test_a_picture_shows_the_view(browser, seen):  # noqa: F811
+    # Without the fixture `browser` there may be none.
+    pictures = [take_picture(seen.to_html(), f"{part}?alone") for part in ("reading", "savings")]
+    for picture in pictures:
+        assert imread(BytesIO(picture), format="png").shape[:2] == (800, 1280)
+    assert pictures[0] != pictures[1]
 
 
 def test_text_stays_text(tab, seen):

@@ -115,7 +115,7 @@ def test_pieces_are_the_text(trained):
     assert "".join(broken.pieces) == "a�(�"
 
 
-def test_command(run, tmp_path):  # noqa: F811
+def test_command(run, tmp_path, monkeypatch):  # noqa: F811
     def look(folder, *options, stdin=None):
         arguments = ["look", str(folder), "--out", str(tmp_path / "look.html"), *options]
         return CliRunner().invoke(app, arguments, input=stdin)
@@ -130,3 +130,9 @@ def test_command(run, tmp_path):  # noqa: F811
     assert "no routers" in refused.stderr
     missing = look(source, "--text", str(tmp_path / "none.txt"))
     assert missing.exit_code == 1 and "none.txt" in missing.stderr
+    picture = look(source, "--text", "-", "--picture", str(tmp_path / "look.jpg"), stdin="x")
+    assert picture.exit_code == 1 and "--picture must end in .png" in picture.stderr
+    monkeypatch.setenv("PATH", str(tmp_path))
+    browser = look(source, "--text", "-", "--picture", str(tmp_path / "look.png"), stdin="x")
+    assert browser.exit_code == 1 and "--picture needs Chromium" in browser.stderr
+    assert not (tmp_path / "look.png").exists()

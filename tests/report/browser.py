@@ -1,6 +1,6 @@
 """A headless Chromium, driven over its debugging pipe: JSON messages that end with a zero byte.
 
-Nothing but the browser itself is needed. `find_browser` is None where there is none.
+Nothing but the browser itself is needed.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import select
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -18,7 +17,6 @@ from typing import Any
 
 from processes import HANG
 
-NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 # The browser reads its orders from descriptor 3 and writes to 4.
 _LAUNCH = """
 import os, sys
@@ -35,10 +33,6 @@ os.dup2(copies[1], 4)
 os.closerange(5, 256)
 os.execvp(sys.argv[3], sys.argv[3:])
 """
-
-
-def find_browser() -> str | None:
-    return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
 class Browser:
@@ -75,14 +69,22 @@ class Browser:
         for domain in ("Page", "Runtime", "Log", "Network"):
             self._call(f"{domain}.enable")
 
-    def open(self, path: Path, *, width: int = 1280, height: int = 900, dark: bool = False) -> None:
-        """Loads a file, from nothing: a page before it leaves no error behind."""
+    def open(
+        self,
+        path: Path,
+        view: str = "",
+        *,
+        width: int = 1280,
+        height: int = 900,
+        dark: bool = False,
+    ) -> None:
+        """Loads a file at `view`, from nothing: a page before it leaves no error behind."""
         self.resize(width, height)
         self.prefer(dark=dark)
         self._call("Page.navigate", {"url": "about:blank"})
         self.errors.clear()
         self.requests.clear()
-        self._call("Page.navigate", {"url": path.absolute().as_uri()})
+        self._call("Page.navigate", {"url": path.absolute().as_uri() + view})
         self.wait("document.readyState === 'complete' && location.protocol === 'file:'")
 
     def resize(self, width: int, height: int) -> None:

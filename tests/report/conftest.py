@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from mosar.microscope.picture import find_browser
 from mosar.report.comparison import Comparison
 from mosar.report.experiment import load_experiment
-from report.browser import Browser, find_browser
+from report.browser import Browser
 from report.synthetic import render, write_experiment
 
 MISSING = (

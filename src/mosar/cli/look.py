@@ -19,6 +19,7 @@ from mosar.cli.options import (
     use_threads,
     write_file,
 )
+from mosar.errors import MosarError
 
 
 @command("look")
@@ -35,6 +36,17 @@ def look(
     tokens: Annotated[
         int, Option(min=1, max=1 << 16, help="Read at most this many tokens of the text.")
     ] = 4096,
+    picture: Annotated[
+        Path | None,
+        Option(help="Also take a picture of the page, as PNG; this needs Chromium or Chrome."),
+    ] = None,
+    view: Annotated[
+        str,
+        Option(
+            help="What the picture shows: the page's address after the #, as your browser shows "
+            "it when you choose a token or layer; add alone to hide the other sections.",
+        ),
+    ] = "reading?alone",
     step: Step = None,
     data: MovedData = None,
     threads: Threads = None,
@@ -48,7 +60,13 @@ def look(
     Example: mosar look runs/mosar --text article.txt --out look.html
     """
     check_model(model)
-    check_folder_of(out)
+    check_folder_of(out, picture)
+    if picture is not None:
+        from mosar.microscope.picture import require_browser
+
+        if picture.suffix.lower() != ".png":
+            raise MosarError(f"--picture must end in .png, got {str(picture)!r}")
+        require_browser()
     content = _read(text)
     from mosar.evaluation.progress import length_progress, say
     from mosar.generation.source import open_source
@@ -61,8 +79,14 @@ def look(
         seen = look_at(source, content, name=model.name, max_tokens=tokens, advance=advance)
     for note in seen.notes:
         say(note)
-    write_file(out, seen.to_html().encode())
+    page = seen.to_html()
+    write_file(out, page.encode())
     print(f"The page: {out}")
+    if picture is not None:
+        from mosar.microscope.picture import take_picture
+
+        write_file(picture, take_picture(page, view))
+        print(f"The picture: {picture}")
 
 
 def _read(text: str) -> bytes:

@@ -26,7 +26,7 @@
     const at = 2 * row(l, g, i);
     return ((roots[at] + 256 * roots[at + 1]) / 65535) ** 2;
   };
-  const state = { role: 0, layer: -1, group: -1, token: -1 };
+  const state = { role: 0, layer: -1, group: -1, token: -1 }, counts = { role: 2, layer: L, group: G, token: T };
   const chosenLayers = () => (state.layer < 0 ? [...Array(L).keys()] : [state.layer]);
   const chosenGroups = () => (state.group < 0 ? [...Array(G).keys()] : [state.group]);
   const mean = (f) => {
@@ -268,11 +268,12 @@
     $("group").value = state.group;
     for (const button of roles) button.setAttribute("aria-pressed", String(Number(button.dataset.role) === state.role));
     shade(); mark(); describe(); drawMap(); drawCross();
+    remember();
     $("map-note").textContent = `What each token chose as ${["a query", "a key"][state.role]}: ${rows} rows of ${number(T)} token${T === 1 ? "" : "s"}.`;
   }
   function choose(i) {
     state.token = i;
-    mark(); describe(); drawCross();
+    mark(); describe(); drawCross(); remember();
     $("layer").value = state.layer;
     $("group").value = state.group;
     if (i < 0) return;
@@ -382,6 +383,27 @@
   }
   $("theme").addEventListener("click", drawMap);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawMap);
-  draw();
+
+  // The address holds the view: #reading?token=326&layer=0 opens the page at that section and token. With `alone` it
+  // shows no other section.
+  function restore() {
+    const [section, asked] = location.hash.slice(1).split("?"), given = new URLSearchParams(asked);
+    for (const [name, count] of Object.entries(counts)) {
+      const value = Number(given.get(name) ?? NaN);
+      if (Number.isInteger(value) && value >= 0 && value < count) state[name] = value;
+    }
+    const sections = [...document.querySelectorAll("main > section")], shown = sections.find((part) => part.id === section);
+    if (shown && given.has("alone")) for (const part of sections) part.hidden = part !== shown;
+    draw();
+    choose(state.token);
+    if (shown && asked) shown.scrollIntoView({ behavior: "instant" });
+  }
+  function remember() {
+    if (!document.documentElement.dataset.ready) return;
+    const view = new URLSearchParams(Object.entries(state).filter(([, value]) => value >= 0));
+    // A page inside of another one, as in a notebook, has no address of its own.
+    try { history.replaceState(null, "", `#reading?${view}`); } catch { /* the view is not remembered */ }
+  }
+  restore();
   document.documentElement.dataset.ready = "true";
 })();
