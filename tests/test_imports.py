@@ -22,7 +22,7 @@ PURE = ("core", "kernels", "geometries", "model", "integrations/megatron")
 # Third-party modules and parts of mosar that each part may import, besides the standard library.
 MAY_IMPORT = {
     "core": {"torch", "mosar.core"},
-    "kernels": {"torch", "triton", "mosar.core", "mosar.kernels"},
+    "kernels": {"torch", "triton", "mosar.core", "mosar.kernels", "mosar.lazy"},
     "geometries": {
         *("torch", "mosar.attention", "mosar.core", "mosar.geometries", "mosar.kernels"),
     },

@@ -13,7 +13,13 @@ def install_line(extra: str) -> str:
         declared = []
     parts = [line.replace('"', "'").partition(";") for line in declared]
     needed = [name.strip() for name, _, marker in parts if f"extra == '{extra}'" in marker]
-    return "pip install " + " ".join(f'"{name}"' for name in needed or [f"mosar[{extra}]"])
+    return pip_line(*needed or [f"mosar[{extra}]"])
+
+
+def pip_line(*packages: str, alone: bool = False) -> str:
+    """The pip command that installs these packages; alone: without what they depend on."""
+    quoted = (f'"{package}"' for package in packages)
+    return " ".join(["pip install", *(["--no-deps"] if alone else []), *quoted])
 
 
 def load_on_use(

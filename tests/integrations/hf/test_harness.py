@@ -7,6 +7,7 @@ import torch
 
 from mosar.data.tokenizer import ByteTokenizer
 from mosar.integrations.hf.tokenizer import fast_tokenizer
+from mosar.lazy import install_line
 
 from .runs import small_model
 
@@ -29,7 +30,7 @@ QUESTIONS = ["is it", "was it so", "may one", "a b c", "no?", "0 1 2", "well the
 
 @pytest.mark.slow
 def test_local_task(tmp_path, monkeypatch):
-    pytest.importorskip("lm_eval", reason="lm_eval is not installed: pip install 'mosar[harness]'")
+    pytest.importorskip("lm_eval", reason=f"needs lm_eval: {install_line('harness')}")
     from mosar.integrations.hf.harness import evaluate_tasks
 
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))

@@ -8,8 +8,9 @@ from model.models import small_model
 from mosar.geometries import VARIANTS, AttentionConfig
 from mosar.integrations.hf import MosarForCausalLM, RoutingCostWarmup
 from mosar.integrations.hf.config import MosarDecoderConfig
+from mosar.lazy import install_line
 
-pytest.importorskip("accelerate", reason="Trainer needs accelerate: pip install 'mosar[hf]'")
+pytest.importorskip("accelerate", reason=f"Trainer needs accelerate: {install_line('hf')}")
 
 COST = AttentionConfig(geometry="mosar", cost_weight=0.5, cost_warmup=10)
 

@@ -6,12 +6,13 @@ import sys
 import pytest
 
 from integrations.megatron.processes import run_processes
+from mosar.lazy import install_line
 
 
 def test_tensor_parallel_sizes_agree_and_the_core_is_the_operator(tmp_path):
     pytest.importorskip(
         "megatron.core.package_info",
-        reason='MEGATRON IS NOT TESTED: megatron-core is missing, pip install "mosar[megatron]"',
+        reason=f"MEGATRON IS NOT TESTED: megatron-core is missing: {install_line('megatron')}",
     )
     run_processes("model_processes.py", tmp_path)
 

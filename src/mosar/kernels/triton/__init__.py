@@ -13,6 +13,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from mosar.lazy import install_line
+
 LARGEST_HEAD_DIM = 256
 # The first NVIDIA GPUs whose matrix units take bfloat16.
 _OLDEST_CAPABILITY = (8, 0)
@@ -48,7 +50,7 @@ def _kept_machine_obstacle(device: str) -> str | None:
     except ImportError as error:
         if (error.name or "").partition(".")[0] != "triton":
             raise
-        return "it needs Triton, which is not installed: pip install triton"
+        return f"it needs Triton, which is not installed: {install_line('gpu')}"
     if is_interpreted():
         return None
     if not device.startswith("cuda"):
