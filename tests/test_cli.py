@@ -73,6 +73,7 @@ MISTYPED = (
     "reproduce --variants TYPO --out out",
     "plan --preset TYPO",
     "plan --json TYPO/plan.json",
+    "plan --density TYPO",
     "variants --preset TYPO",
     "retrofit ./TYPO --out out",
     "retrofit model --data TYPO --out out",

@@ -6,7 +6,9 @@ import pytest
 from typer.testing import CliRunner
 
 from mosar.cli import app
+from mosar.cli.plan import _PACKAGED
 from mosar.geometries import PAPER_VARIANTS, VARIANTS, HeadShape
+from mosar.planning.density import packaged_curves
 from mosar.planning.lines import BASES, brief, say
 
 
@@ -91,6 +93,10 @@ def test_density_of_records_and_of_numbers(tmp_path, request):
     assert curves[0] == pytest.approx(curves[1], abs=1e-6)
     stated = as_json("--preset", "small", "--density", 0.5)
     assert {cost["density"] for cost in stated["attention_by_context"]} == {0.5}
+
+
+def test_the_sources_of_density_that_the_help_names():
+    assert set(_PACKAGED) == {name.split("/")[0] for name in packaged_curves()}
 
 
 @pytest.mark.parametrize(

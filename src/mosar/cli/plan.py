@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from mosar.training.config import RunConfig
 
 _ASSUMED_VOCABULARY = 4096
+_PACKAGED = ("paper", "small")
+"""Sources of the density curves that come with mosar."""
 
 
 @command("plan")
@@ -70,8 +72,8 @@ def plan(
     density: Annotated[
         str | None,
         Option(
-            help="The support density: paper or small (figures that come with mosar), a number, or "
-            "a folder with records of mosar evaluate."
+            help=f"The support density: {' or '.join(_PACKAGED)} (figures that come with mosar), a "
+            "number, or a folder with records of mosar evaluate."
         ),
     ] = None,
     changes: Changes = None,
@@ -101,6 +103,7 @@ def plan(
     check_names(variant, preset)
     check_figure("--plot", plot)
     check_folder_of(None if str(json_file) == "-" else json_file)
+    source = _read_density(density)
     from mosar.planning.plan import make_plan
     from mosar.training.config import resolve_config
 
@@ -125,7 +128,7 @@ def plan(
         tensor=tensor,
         windows=windows,
         limit=memory * 2**30,
-        curves=_choose_curves(config, density),
+        curves=_choose_curves(config, source),
     )
     if plot is not None:
         _draw(made, plot)
@@ -153,7 +156,26 @@ def _draw(made: Plan, path: Path) -> None:
     write_figure(path, draw_plan(made.to_dict()["attention_by_context"], rest, title))
 
 
-def _choose_curves(config: RunConfig, density: str | None) -> list[DensityCurve]:
+def _read_density(text: str | None) -> str | float | Path | None:
+    """The name of a packaged source, a share of the pairs, or a folder; needs no torch."""
+    if text is None or text in _PACKAGED:
+        return text
+    try:
+        share = float(text)
+    except ValueError:
+        folder = Path(text).resolve()
+        if text and folder.is_dir():
+            return folder
+        raise PlanError(
+            f"--density must be {', '.join(_PACKAGED)}, a number, or a folder with records, "
+            f"got {text!r}"
+        ) from None
+    if not 0 < share <= 1:
+        raise PlanError(f"--density must be a share in (0, 1], got {text}")
+    return share
+
+
+def _choose_curves(config: RunConfig, density: str | float | Path | None) -> list[DensityCurve]:
     """Density curves of a routed variant, the chosen one first; none for other variants."""
     from mosar.geometries import VARIANTS
     from mosar.planning.density import constant_curve, curves_from_records, packaged_curves
@@ -163,17 +185,16 @@ def _choose_curves(config: RunConfig, density: str | None) -> list[DensityCurve]
             raise PlanError(f"--density is for routed variants, {config.variant} has no routers")
         return []
     packaged = packaged_curves()
-    sources = sorted({name.split("/")[0] for name in packaged})
     if density is None:
         regimes = config.regimes.num_regimes
-        counted = [packaged.get(f"{source}/{config.variant}") for source in sources]
+        counted = [packaged.get(f"{source}/{config.variant}") for source in _PACKAGED]
         fits = any(curve and len(curve.points[0].pairs) == regimes for curve in counted)
         if VARIANTS[config.variant].geometry_class.routed and not fits:
             return [constant_curve(1.0, "no model with these regimes was counted: as if dense")]
         # The paper published shares of its model; smaller models are closer to our own records.
         density = "paper" if config.preset == "paper" else "small"
-    if density in sources:
-        order = [density, *(source for source in sources if source != density)]
+    if isinstance(density, str):
+        order = [density, *(source for source in _PACKAGED if source != density)]
         found = [packaged.get(f"{source}/{config.variant}") for source in order]
         curves = [curve for curve in found if curve is not None]
         if found[0] is None:
@@ -183,22 +204,10 @@ def _choose_curves(config: RunConfig, density: str | None) -> list[DensityCurve]
                 "or name the routed variant with --variant"
             )
         return curves
-    try:
-        number = float(density)
-    except ValueError:
-        number = None
-    if number is not None:
-        if not 0 < number <= 1:
-            raise PlanError(f"--density must be a share in (0, 1], got {density}")
-        return [constant_curve(number)]
-    folder = Path(density).resolve()
-    if not density or not folder.is_dir():
-        raise PlanError(
-            f"--density must be {', '.join(sources)}, a number, or a folder with records, "
-            f"got {density!r}"
-        )
-    found = curves_from_records(folder)
-    curve = found.get(f"{folder.name}/{config.variant}")
+    if not isinstance(density, Path):
+        return [constant_curve(density)]
+    found = curves_from_records(density)
+    curve = found.get(f"{density.name}/{config.variant}")
     if curve is None:
         raise PlanError(
             f"no evaluation of {config.variant} under sparse routing below {density}; there are "
