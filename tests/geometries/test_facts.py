@@ -136,6 +136,11 @@ def test_the_table_of_variants():
     assert {name for name, fact in facts.items() if fact["learns"] == "–"} == {
         name for name, fact in facts.items() if not fact["parameters"]
     }
+    # As the report's table of related methods has them.
+    shown_facts = {name: (fact["adaptive"], fact["decays"]) for name, fact in facts.items()}
+    assert shown_facts["mosar"] == (True, "learned")
+    assert shown_facts["alibi"] == (False, "fixed")
+    assert shown_facts["rope"] == (False, "no")
     shown = CliRunner().invoke(app, ["variants"], env={"COLUMNS": "200"}).stdout
     assert all(name in shown for name in (*VARIANTS, *MODES))
     assert "a router of queries" in shown and "its law; x-transformers" in shown

@@ -67,7 +67,8 @@ def variants(
     print("cache: how many numbers a layer stores per token.")
     print("All variants are prefix-invariant: later tokens do not change earlier outputs.")
     if not is_wide:
-        print("A wider terminal or --json shows more columns: learns, follows, checked against.")
+        print("A wider terminal shows more columns: learns, follows, checked against.")
+    print("--json prints all facts.")
     table = _table("mode", "prefix-invariant")
     for heading in ("of", "follows"):
         table.add_column(heading)

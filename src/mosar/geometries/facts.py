@@ -21,6 +21,10 @@ class VariantFacts:
     """What its attention depends on."""
     learns: str
     """What its own parameters are."""
+    adaptive: bool
+    """Whether contents decide which pairs are read or how they are weighed, besides q·k."""
+    decays: str
+    """How attention falls with distance: no, fixed or learned."""
     parameters: int
     """The number of its own parameters in all layers."""
     density: tuple[float | None, ...]
@@ -53,6 +57,8 @@ def variant_facts(name: str, shape: HeadShape, num_layers: int) -> VariantFacts:
         geometry=attention.geometry,
         family=first.family,
         learns=first.learns,
+        adaptive=first.adaptive,
+        decays=first.decay,
         parameters=sum(part.count for part in parts),
         density=tuple(_density(layers, times * length) for times in LENGTHS),
         products=sum(known) / num_layers if len(known) == num_layers else None,
