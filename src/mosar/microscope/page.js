@@ -35,7 +35,8 @@
     return sum / count;
   };
   const percent = (share) => { const value = 100 * share; return value.toFixed(value >= 10 ? 0 : value >= 1 ? 1 : 2) + " %"; };
-  const number = (value) => value.toLocaleString("en", { maximumFractionDigits: value < 100 ? 1 : 0 });
+  const [whole, fine] = [0, 1].map((digits) => new Intl.NumberFormat("en", { maximumFractionDigits: digits }));
+  const number = (value) => (value < 100 ? fine : whole).format(value);
 
   // What has no shape of its own, or would change that of its neighbours, is shown by a sign.
   const HIDDEN = /[\u0000-\u001f\u007f-\u009f\u00ad\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]/u;
@@ -65,7 +66,13 @@
     fill(span, piece);
     return span;
   });
-  text.replaceChildren(...spans);
+  // Blocks end with lines: the browser lays out and paints only those in view.
+  const blocks = [];
+  for (const [i, span] of spans.entries()) {
+    if (!blocks.length || (blocks.at(-1).childElementCount >= 64 && pieces[i - 1].endsWith("\n"))) blocks.push(element("div"));
+    blocks.at(-1).append(span);
+  }
+  text.replaceChildren(...blocks);
 
   // Colours run along the regimes, from the shortest reach to the global one.
   const channels = (hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
