@@ -74,3 +74,11 @@ def test_anchors_of_links_exist(page):
     text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
     for target, anchor in re.findall(r"\]\(([^)#:\s]*\.md|)#([^)]*)\)", text):
         assert anchor in anchors((page.parent / target) if target else page), (target, anchor)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_brackets_that_markdown_would_take_for_a_link_are_code(page):
+    """`S[key][lane]` outside of code is a link without a target, which fails the site."""
+    code = r"^```.*?^```$|^    .*?$|`[^`]*`|\$\$.*?\$\$|\$[^$\n]+\$"
+    text = re.sub(code, "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    assert not re.findall(r"\[[^\][]*\] ?\[[^\][]+\]", text)
