@@ -59,13 +59,28 @@ def wanted_of(call):
     yield from OTHERS.get(call, ())
 
 
-# Processes that take about as long as each other.
-@pytest.mark.parametrize("calls", [("sparse",), ("soft",), ("distance", "decode", "plan")], ids=str)
-def test_every_kernel_and_target(tmp_path, calls):
-    wanted = [want for call in calls for want in wanted_of(call)]
-    results = compile_elsewhere(wanted, tmp_path)
+def check(wanted, folder):
+    results = compile_elsewhere(wanted, folder)
     assert len(results) == len(wanted)
     assert_fits(results)
+
+
+def test_every_kernel(tmp_path):
+    """Each on one target: the targets take turns, and `slow` has the rest."""
+    check(
+        [
+            Wanted(call, kernel, TARGETS[i % len(TARGETS)], DTYPES[0], **TRAITS.get(call, {}))
+            for call, kernels in KERNELS.items()
+            for i, kernel in enumerate(kernels)
+        ],
+        tmp_path,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("call", KERNELS)
+def test_every_kernel_and_target(tmp_path, call):
+    check(list(wanted_of(call)), tmp_path)
 
 
 @pytest.mark.slow
