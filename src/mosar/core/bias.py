@@ -1,10 +1,10 @@
 """A bias: what attention adds to the scores, and which pairs it leaves out.
 
-    LabelBias     the gate of each pair's two labels; beyond the reach its floor, or no pair at all
+    LabelBias     the gate of each pair's two labels; beyond the reach the floor, or no pair at all
     MixtureBias   log(pi_Q^T G(d) pi_K)
     DistanceBias  log_gate[h, d] - slopes[h] d + key[h, j]
 
-Every implementation has one function, `attend(q, k, v, layout, bias, scores)`, and returns output
+Every implementation has one function, `attend(q, k, v, layout, bias, scores)`, which returns output
 and log-sum-exp. Routing groups are always an axis here.
 
 Shapes: B batch, Gr routing groups, T queries, S keys, R regimes, H query heads.
@@ -23,7 +23,7 @@ from mosar.core.config import MoSARConfig
 
 
 class Scores(NamedTuple):
-    """How q·k becomes a score s: its factor, and c of c tanh(s/c)."""
+    """How q·k becomes a score s: the factor of q·k, and the c in c tanh(s/c)."""
 
     scale: float
     softcap: float | None
@@ -46,10 +46,10 @@ class MixtureBias:
 
 @dataclass(frozen=True)
 class RoutingToLearn:
-    """Probabilities that take the gradient of hard routing (`mosar.core.choice_gradient`)."""
+    """Probabilities that get the gradient of hard routing (`mosar.core.choice_gradient`)."""
 
     query: Tensor
-    """[B, Gr, T, R], those that the labels were chosen by."""
+    """[B, Gr, T, R], from which the labels were chosen."""
     key: Tensor
     """[B, Gr, S, R]."""
     queries: Tensor | None = None
@@ -58,7 +58,7 @@ class RoutingToLearn:
 
 @dataclass(frozen=True)
 class LabelBias:
-    """One regime per token: top-1 routing, or sparse routing where pairs end at the reach."""
+    """One regime per token: top-1 routing, or sparse routing, where pairs end at the reach."""
 
     query: Tensor
     """[B, Gr, T] labels."""
@@ -83,7 +83,7 @@ class LabelBias:
         return replace(self, learned=RoutingToLearn(query, key, queries))
 
     def mixture(self, dtype: torch.dtype) -> MixtureBias:
-        """The same gates as a mixture of one; it does not end at the reach."""
+        """The same gates as a one-hot mixture, which does not end at the reach."""
         query, key = (
             F.one_hot(labels, self.config.num_regimes).to(dtype)
             for labels in (self.query, self.key)
@@ -96,7 +96,7 @@ class DistanceBias:
     """A bias by distance, the same for every token, and one number per key; all None: no bias."""
 
     log_gate: Tensor | None = None
-    """[1 or H, length]; its last entry holds for all farther distances."""
+    """[1 or H, length]; the last entry applies to all farther distances."""
     slopes: Tensor | None = None
     """[H]."""
     key: Tensor | None = None
@@ -109,14 +109,15 @@ Bias = LabelBias | MixtureBias | DistanceBias
 def routed_bias(
     query: Tensor, key: Tensor, config: MoSARConfig, routing: str
 ) -> LabelBias | MixtureBias:
-    """Of probabilities, or for "top1" and "sparse" of anything whose largest entry is the label.
+    """The bias of probabilities; "top1" and "sparse" take their largest entry as the label.
 
-    query [B, T, R] or [B, Gr, T, R], and key likewise.
+    query [B, T, R] or [B, Gr, T, R], and key in the same way. For "top1" and "sparse" they may be
+    logits.
     """
     if query.dim() == 3:
         query, key = query[:, None], key[:, None]
     if routing == "soft":
         return MixtureBias(query, key, config)
-    # The first of equal entries, a constant without gradient.
+    # argmax takes the first of equal entries. A label is a constant without gradient.
     labels_q, labels_k = (x.detach().argmax(dim=-1) for x in (query, key))
     return LabelBias(labels_q, labels_k, config, ends_at_reach=routing == "sparse")

@@ -1,6 +1,7 @@
-"""Range checks of configurations: a wrong field is named with its rule, a right one made plain.
+"""Range checks of configurations: an error names the wrong field and its rule.
 
-Plain numbers, so that a configuration made from numpy's goes to JSON too.
+Fields that pass become plain Python numbers, so that a configuration made from numpy numbers can be
+written as JSON.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ def is_count(value: object, least: int) -> bool:
 
 
 def is_real(value: object) -> TypeGuard[float]:
-    """Whether it is a finite number."""
+    """Whether the value is a finite number."""
     if not isinstance(value, Real) or isinstance(value, bool):
         return False
     try:
@@ -26,7 +27,7 @@ def is_real(value: object) -> TypeGuard[float]:
 
 
 def check_counts(config: Any, least: Mapping[str, int]) -> None:
-    """Refuses fields that are not integers of at least so much."""
+    """A ValueError for a field that is not an integer, or below its minimum."""
     for name, minimum in least.items():
         value = getattr(config, name)
         if not is_count(value, minimum):
@@ -44,9 +45,10 @@ def check_number(
     optional: bool = False,
     keep_integers: bool = False,
 ) -> None:
-    """Refuses a field that is not a finite number from `least`, or above a bound, to `most`.
+    """A ValueError for a field that is not a finite number in [least, most] or (above, most].
 
-    optional: None is right too. keep_integers: an integer stays one, else it becomes a float.
+    optional: None is allowed. keep_integers: an integer stays an integer instead of becoming a
+    float.
     """
     value = getattr(config, name)
     if optional and value is None:

@@ -1,17 +1,18 @@
-"""The gradient of hard routing: what every other choice of a token would have changed.
+"""The gradient of hard routing: how each other choice of a token would have changed the loss.
 
     query i takes regime m    dpi_q[i, m] = dO_i (O_i|m - O_i) = sum_j g e a / sum_j g e
     key j takes regime n      dpi_k[j, n] = sum_i a x / (1 + x),   x = (g' - g_ij) e
 
-with e = exp(s_ij - lse_i), a = dO_i (v_j - O_i), g the hard gate of the pair if the query chose m,
-g' if the key chose n, g_ij as it is. Both are exact to first order in the loss: the change of the
-output if that one token alone chose otherwise, times the gradient of the output. They are bounded,
-where the gradient of the mixture at a one-hot point is not, and they know gates of 0: what lies
-outside the support counts with what it would bring, not with what it weighs now.
+with e = exp(s_ij - lse_i) and a = dO_i (v_j - O_i). g is the hard gate of the pair if the query
+chose m, g' the one if the key chose n, and g_ij the present one. Both are exact to first order in
+the loss: the change of the output if only that token chose otherwise, times the gradient of the
+output. They are bounded; the gradient of the mixture at a one-hot point is not. They also include
+gates of 0: a pair outside the support counts with what it would contribute, not with its present
+weight of 0.
 
-A query's own key, at distance 0, must be among the keys: then there is always something left.
+A query's own key, at distance 0, must be among the keys, so that every query always has a key.
 
-A sample of the queries suffices: scaled by T / n its expectation is the gradient of all of them.
+A sample of the queries is enough: scaled by T / n, its expectation is the gradient of all queries.
 
 Shapes: B batch, H query heads, Gr routing groups, h heads of a group, n sampled queries, S keys,
 D head dim, R regimes.
@@ -34,7 +35,7 @@ from mosar.core.regimes import pair_gates, pair_geometry, support_reach
 
 # exp of these (2^80, 2^-98) leaves room in float32 for a sum over any number of keys, and is not 0.
 _HIGHEST, _LOWEST = 80 * math.log(2), -98 * math.log(2)
-# So many gates at a time.
+# The number of gates computed at a time.
 _CHUNK = 1 << 22
 
 
@@ -51,21 +52,21 @@ def choice_gradient(
     scale: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """dpi_q [B, Gr, n, R] and dpi_k [B, Gr, S, R] of the queries that are given, with torch alone.
+    """dpi_q [B, Gr, n, R] and dpi_k [B, Gr, S, R] of the given queries, in plain torch.
 
-    q, dout [B, H, n, D], lse and delta = dO·O [B, H, n] of these queries, whose layout and labels
-    `layout` and `bias` hold; k, v [B, K, S, D].
+    q, dout [B, H, n, D]; lse and delta = dO·O [B, H, n]; k, v [B, K, S, D]. `layout` and `bias`
+    belong to the same queries.
     """
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     if layout.key_valid is not None:
-        # What a padded slot holds must not matter.
+        # Padded slots may contain anything.
         k, v = (x.masked_fill(~layout.key_valid[:, None, :, None], 0) for x in (k, v))
     repeats = q.shape[1] // k.shape[1]
     k_BHSD, v_BHSD = (x.to(wide).repeat_interleave(repeats, dim=1) for x in (k, v))
     classes_k = key_classes(bias.key, bias.config, layout)
     num_regimes = bias.config.num_regimes
     dpi_k = torch.zeros(*bias.key.shape, num_regimes, dtype=wide, device=q.device)
-    # What is left of the attention without a key that holds nearly all of it is rounding.
+    # If one key holds nearly all of the attention, the rest without it is only rounding error.
     least = math.sqrt(torch.finfo(wide).eps)
     dpi_q = []
     for some in torch.arange(q.shape[2], device=q.device).split(_queries_at_once(bias)):
@@ -82,7 +83,7 @@ def choice_gradient(
         a = (dprob - rest[..., None]).unflatten(1, group)
         numerator = torch.einsum("bghts,bgtsr->bghtr", e * a, gate_q)
         denominator = torch.einsum("bghts,bgtsr->bghtr", e, gate_q)
-        # Without a key the output would be 0.
+        # If a query had no key, its output would be 0.
         empty = -rest.unflatten(1, group)[..., None]
         change = torch.where(denominator > 0, numerator / denominator.clamp_min(1e-300), empty)
         dpi_q.append(change.sum(dim=2))
@@ -93,7 +94,7 @@ def choice_gradient(
 
 
 class LearnChoices(torch.autograd.Function):
-    """The output as it is; its gradient passes on, and reaches both routings too."""
+    """Returns the output unchanged; its gradient also reaches both routings."""
 
     @staticmethod
     def forward(ctx, out, lse, q, k, v, pi_q, pi_k, layout, bias, compute):
@@ -134,7 +135,10 @@ def _queries_at_once(bias: LabelBias) -> int:
 def _gates(
     labels_q: Tensor, classes_k: Tensor, layout: Layout, bias: LabelBias, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Hard gates under every choice of the queries and of the keys [B, Gr, n, S, R], and as is."""
+    """Hard gates for each choice of the queries, for each choice of the keys, and at present.
+
+    The first two are [B, Gr, n, S, R], the last one [B, Gr, n, S].
+    """
     config, num_regimes = bias.config, bias.config.num_regimes
     distances_BTS = layout.distances()
     gate = pair_gates(distances_BTS, pair_geometry(config, labels_q.device), config, dtype)
@@ -154,6 +158,6 @@ def _gates(
     now = gate_q.gather(-1, row.expand(*gate_q.shape[:-1], 1))[..., 0]
     rows = row[..., None].expand(*gate_BGTSRC.shape[:-2], 1, num_regimes)
     gate_k = gate_BGTSRC[..., :num_regimes].gather(-2, rows)[..., 0, :]
-    # A sink is no choice.
+    # A sink does not choose.
     is_sink = (classes_k == num_regimes)[:, :, None, :, None]
     return gate_q, torch.where(is_sink, now[..., None], gate_k), now

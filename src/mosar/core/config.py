@@ -1,7 +1,8 @@
 """The configuration of MoSAR: (N, delta, alpha, d_r, tau, B, p, epsilon), frozen and checked once.
 
-A regime is a law of decay with distance: a reach delta, and the fraction alpha of it that is flat.
-The last regime is the global one: two global ends never decay, whatever their distance.
+A regime says how attention falls with distance: it has a reach delta, and the gate is flat on the
+fraction alpha of this reach. The last regime is the global one: a pair of two global tokens never
+decays, whatever its distance.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ Composition = Literal["mean", "min", "max"]
 COMPOSITIONS = ("mean", "min", "max")
 
 
-# Below the smallest normal float32 a gate's floor would vanish, and with it the logarithm.
+# Below the smallest normal float32 number, a gate's floor would become 0, and its logarithm -inf.
 _SMALLEST_EPSILON = 1.2e-38
 
 
 def check_config(config: object) -> None:
-    """Refuses what is not a MoSARConfig, by name, before anything asks it for a field."""
+    """A ValueError if this is not a MoSARConfig, before any field of it is read."""
     if not isinstance(config, MoSARConfig):
         raise ValueError(f"config must be a MoSARConfig, got {type(config).__name__}")
 
@@ -50,12 +51,12 @@ class Regime:
 
 
 class Gate(NamedTuple):
-    """How a gate falls after the plateau: what kernels are told besides plateau and transition."""
+    """How a gate falls after the plateau; kernels get it together with plateau and transition."""
 
     barrier: float
     """B: the gate's floor is e^-B."""
     exponent: float
-    """p: how the decay sets in."""
+    """p: how the decay begins."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,16 +72,16 @@ class RegimeSettings:
     barrier: float = 6.0
     """B: the gate's floor is e^-B."""
     exponent: float = 2.0
-    """p: how the decay sets in after the plateau."""
+    """p: how the decay begins after the plateau."""
     epsilon: float = 1e-6
-    """Guard of the logarithm; below e^-B, so that it never acts on a valid worth."""
+    """Lower bound inside the logarithm; below e^-B, so that it never changes a valid worth."""
     composition: Composition = "mean"
-    """How two reaches make a pair's reach: "mean" (the paper's), "min" or "max"."""
+    """How two reaches give a pair's reach: "mean" (the paper's), "min" or "max"."""
     routing_groups: int = 1
-    """Gr: heads of a layer route in this many groups; a divisor of the key/value heads, or in a
-    model a multiple of them that divides the query heads."""
+    """Gr: the number of groups of heads that route separately. It divides the key/value heads; in a
+    model it may also be a multiple of them that divides the query heads."""
     num_sinks: int = 0
-    """The first keys of a row (of a segment) that every query may read with gate 1."""
+    """How many first keys of a row (of a segment) every query may read with gate 1."""
 
     def __post_init__(self) -> None:
         if self.regimes is not None:
@@ -90,13 +91,13 @@ class RegimeSettings:
             check_number(self, name, above=0)
         if self.epsilon < _SMALLEST_EPSILON:
             raise ValueError(
-                f"epsilon must be at least {_SMALLEST_EPSILON} (float32 holds nothing smaller), "
+                f"epsilon must be at least {_SMALLEST_EPSILON} (the smallest normal float32), "
                 f"got {self.epsilon!r}"
             )
         if self.epsilon >= math.exp(-self.barrier):
             raise ValueError(
                 f"epsilon must be smaller than e^-barrier = {math.exp(-self.barrier):.3g} "
-                f"(it may only guard the logarithm), got epsilon={self.epsilon!r} "
+                f"(it must not change a gate), got epsilon={self.epsilon!r} "
                 f"with barrier={self.barrier!r}"
             )
         if self.composition not in COMPOSITIONS:
@@ -137,7 +138,8 @@ class MoSARConfig(RegimeSettings):
     def ladder(cls, max_length: int, **changes: Any) -> MoSARConfig:
         """Finer regimes for a training length N: reaches 4, 16, 64, ... below N, and N.
 
-        Their names are their reaches, the last one is G; decay sets in after a quarter of a reach.
+        A regime's name is its reach, and the last one is G. Decay begins after a quarter of a
+        reach.
         """
         if not is_count(max_length, 2):
             raise ValueError(f"max_length must be an integer >= 2, got {max_length!r}")
@@ -169,19 +171,19 @@ class MoSARConfig(RegimeSettings):
         return names.index(name)
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields as JSON holds them."""
+        """All fields as values that JSON can hold."""
         regimes = [asdict(regime) for regime in self.regimes]
         return {"max_length": self.max_length} | asdict(self) | {"regimes": regimes}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> MoSARConfig:
-        """Of what `to_dict` gave; an unknown field is a ValueError."""
+        """The configuration from the result of `to_dict`; an unknown field is a ValueError."""
         if not isinstance(values, dict):
-            raise ValueError(f"a MoSARConfig is made of a dict, got {type(values).__name__}")
+            raise ValueError(f"a MoSARConfig is made from a dict, got {type(values).__name__}")
         known = [field.name for field in fields(cls)]
         unknown = sorted(set(map(str, values)) - set(known))
         if unknown:
-            raise ValueError(f"unknown fields of MoSARConfig: {unknown}; known are {known}")
+            raise ValueError(f"MoSARConfig has no fields {unknown}; known fields: {known}")
         return cls(**values)
 
     def to_json(self) -> str:
@@ -190,7 +192,7 @@ class MoSARConfig(RegimeSettings):
 
     @classmethod
     def from_json(cls, text: str) -> MoSARConfig:
-        """Of what `to_json` gave."""
+        """The configuration from the result of `to_json`."""
         try:
             values = json.loads(text)
         except (json.JSONDecodeError, RecursionError, TypeError) as error:
@@ -201,7 +203,7 @@ class MoSARConfig(RegimeSettings):
 
 
 def _as_regimes(value: object) -> tuple[Regime, ...]:
-    """Regimes that fit together, from objects or as JSON holds them: name, reach and plateau."""
+    """Checked regimes, from `Regime` objects or from dicts with name, reach and plateau."""
     if not isinstance(value, (list, tuple)):
         raise ValueError(f"regimes must be a sequence of Regime, got {value!r}")
     regimes = []

@@ -1,9 +1,9 @@
-"""The support Omega of top-1 routing, from labels and distances alone: no q·k is read.
+"""The support Omega of sparse routing, from labels and distances alone, without any q·k.
 
     Omega = {(i, j) that exist: i - j <= delta_mn or (m, n) = (G, G) or j is a sink}
 
-The mask costs T x S; the counts alone need no such tensor: for each regime pair, the admissible
-keys of a query are one run of the keys of that regime by position, found by binary search.
+The mask takes T x S memory. The counts do not: sort the keys of each regime by position; then the
+keys that a query may read are one run of them, found by binary search.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def build_hard_domain(
             f"got {list(labels_q.shape)} and {list(labels_k.shape)}"
         )
     if labels_q.device.type == "meta":
-        raise ValueError("labels_q are on the meta device: there is nothing to count")
+        raise ValueError("labels_q must have values to count, got a tensor on the meta device")
     if labels_q.device != labels_k.device:
         raise ValueError(
             "labels_q and labels_k must be on one device, "
@@ -63,7 +63,7 @@ def build_hard_domain(
 
 
 def key_classes(labels_k: Tensor, config: MoSARConfig, layout: Layout) -> Tensor:
-    """Labels of keys with sinks as a class of their own, index R; shape as labels_k."""
+    """The labels of keys, with sinks as one more class of index R; shape as labels_k."""
     if not config.num_sinks:
         return labels_k
     sinks_BS = layout.sinks(config.num_sinks)
@@ -93,7 +93,7 @@ def support_mask(labels_q: Tensor, labels_k: Tensor, config: MoSARConfig, layout
 
 
 def count_pairs(labels_q: Tensor, classes_k: Tensor, reach: Tensor, layout: Layout) -> Tensor:
-    """Existing pairs within reach[label, class], per leading index of the labels, int64."""
+    """The number of existing pairs within reach[label, class] for each row (and group), int64."""
     groups = labels_q.shape[1] if labels_q.dim() == 3 else 1
     leading, num_queries = labels_q.shape[:-1], labels_q.shape[-1]
     rows = leading.numel()
@@ -114,7 +114,7 @@ def count_pairs(labels_q: Tensor, classes_k: Tensor, reach: Tensor, layout: Layo
 
     if key_valid is not None:
         key_positions = key_positions.masked_fill(~key_valid, 0)
-    # One number orders everything: lane (row and segment) first, position inside it.
+    # One number sorts by lane (row and segment) first, and by position inside it.
     span = 1 + max(int(t.max()) if t.numel() else 0 for t in (query_positions, key_positions))
     device = labels_q.device
     lane_q = torch.arange(rows, device=device)[:, None].expand(rows, num_queries)

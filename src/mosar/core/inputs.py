@@ -1,4 +1,4 @@
-"""What every kind of attention checks about its input, at the edge and by name."""
+"""Input checks that all kinds of attention share; errors name the argument."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager:
-    """Where arithmetic is in the dtypes that it is given; there is no other on the meta device."""
+    """A context without autocast; the meta device has no autocast."""
     if x.device.type == "meta":
         return nullcontext()
     return torch.autocast(x.device.type, enabled=False)
 
 
 class NotANumber(ValueError):
-    """A routing that is not a number: nobody's wrong input, but a model that has diverged."""
+    """A routing that contains NaN: the input is not wrong, but the model has diverged."""
 
 
 def check_attention_inputs(
@@ -63,21 +63,18 @@ def check_attention_inputs(
             f"the {q.shape[1]} heads of q must be a multiple of the {k.shape[1]} heads of k"
         )
     if dropout != 0.0:
-        raise ValueError(
-            f"attention dropout is not supported (a dropped pair has no geometry), got "
-            f"dropout={dropout}; set it to 0"
-        )
+        raise ValueError(f"attention dropout is not supported, got dropout={dropout}; set it to 0")
     check_scores(scale, softcap)
     return resolve_layout(q.shape[0], q.shape[2], k.shape[2], device=q.device, **placement)  # pyright: ignore[reportArgumentType]
 
 
 def check_scores(scale: float | None, softcap: float | None) -> None:
-    """What is done to q·k before the bias must be a number that float32 holds."""
+    """A ValueError unless scale and softcap are None or numbers that float32 can hold."""
     for name, value, positive in (("scale", scale, False), ("softcap", softcap, True)):
         if value is None:
             continue
         number = isinstance(value, Real) and not isinstance(value, bool)
-        # Kernels hold both in float32.
+        # Kernels store both in float32.
         lowest = 1e-30 if positive else -1e30
         if not number or not lowest <= value <= 1e30:
             raise ValueError(f"{name} must be None or a number in [{lowest}, 1e30], got {value!r}")

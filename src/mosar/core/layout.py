@@ -1,9 +1,9 @@
 """Which pairs exist: positions, padding, segments and window, before any geometry.
 
-A pair (i, j) exists iff key j is valid, both are of one segment, and 0 <= pos_i - pos_j <= window.
-Positions are integers and ascend (weakly) along the valid keys of each segment.
+A pair (i, j) exists iff key j is valid, both are in one segment, and 0 <= pos_i - pos_j <= window.
+Positions are integers that do not decrease along the valid keys of each segment.
 
-Shapes: B batch (1 where all rows are alike), T queries, S keys.
+Shapes: B batch (1 if all rows are alike), T queries, S keys.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 
 @dataclass(frozen=True)
 class Layout:
-    """Where queries and keys stand, resolved from what the caller gave."""
+    """The positions of queries and keys, and which pairs exist, from the caller's arguments."""
 
     query_positions: Tensor
     """[B or 1, T] int64."""
     key_positions: Tensor
     """[B or 1, S] int64."""
     key_valid: Tensor | None
-    """[B, S] bool, None where every key is valid."""
+    """[B, S] bool; None if every key is valid."""
     query_segments: Tensor | None
-    """[B, T], None where a row is one segment."""
+    """[B, T]; None if each row is one segment."""
     key_segments: Tensor | None
     """[B, S]."""
     window: int | None
-    """The largest distance that exists."""
+    """The largest distance of an existing pair."""
     default_positions: bool = False
-    """Keys stand at 0..S-1 and queries at the last T of them: nothing about them needs a check."""
+    """Keys are at 0..S-1 and queries at the last T of them, so positions need no checks."""
 
     @property
     def is_ordinary(self) -> bool:
-        """Whether every pair (i, j <= i) within the window exists, as the shapes alone tell."""
+        """Whether every pair (i, j <= i) within the window exists; follows from the shapes."""
         return self.default_positions and self.key_valid is None and self.key_segments is None
 
     def distances(self) -> Tensor:
@@ -72,7 +72,7 @@ class Layout:
         )
 
     def max_distance(self) -> int:
-        """The largest distance of any pair that exists, or -1 where none does."""
+        """The largest distance of any existing pair, or -1 if no pair exists."""
         if self.is_ordinary:
             farthest = self.key_positions.shape[1] - 1
             return farthest if self.window is None else min(self.window, farthest)
@@ -86,7 +86,7 @@ class Layout:
         reach = span if self.window is None else min(self.window, span)
         first_BT = (place_BT - reach).clamp_min(0)
         if self.key_segments is not None:
-            # One number orders everything: the segment first, the position inside it.
+            # One number sorts by segment first, and by position inside it.
             lane_BS = span * torch.unique(self.key_segments, return_inverse=True)[1]
             lane_BT = lane_BS[:, lane_BS.shape[1] - place_BT.shape[1] :]
             place_BS = place_BS + lane_BS
@@ -95,7 +95,7 @@ class Layout:
         if self.key_valid is not None:
             place_BS = place_BS.masked_fill(~self.key_valid, far)
         place_BS = F.pad(place_BS.sort(dim=1).values, (0, 1), value=far)
-        # The farthest key a query may see: the first one at or after the window's edge.
+        # The farthest key that a query may see is the first one at or after the window's edge.
         found_BT = place_BS.gather(1, torch.searchsorted(place_BS, first_BT))
         return int(torch.where(found_BT <= place_BT, place_BT - found_BT, -1).max())
 
@@ -107,8 +107,8 @@ class Layout:
         if self.key_segments is None:
             return valid_BS & (valid_BS.cumsum(dim=1) <= num_sinks)
         valid_BS = valid_BS.expand(self.key_segments.shape)
-        # Valid keys first, each segment together, in order: a key's rank within its segment is
-        # its place minus the place where the segment starts.
+        # Sorted by segment, a key's rank within its segment is the number of valid keys before it
+        # minus that number at the start of the segment.
         order_BS = torch.argsort(self.key_segments, dim=1, stable=True)
         segments_BS = self.key_segments.gather(1, order_BS)
         sorted_valid_BS = valid_BS.gather(1, order_BS)
@@ -131,7 +131,7 @@ def resolve_layout(
     segment_ids: Tensor | None = None,
     device: torch.device | str | None = None,
 ) -> Layout:
-    """Checks shapes and values; by default keys are at 0..S-1 and queries the last T of them."""
+    """Checks shapes and values; by default keys are at 0..S-1, queries at the last T of them."""
     keys_shape = (batch, num_keys)
     default = key_positions is None and query_positions is None
     if key_positions is not None:
@@ -189,12 +189,12 @@ def resolve_layout(
 
 
 def can_check_values(tensor: Tensor) -> bool:
-    """Values are checked where reading them is free: on the CPU, and not while being traced."""
+    """Whether reading the values is free: on the CPU, and not during tracing."""
     return tensor.device.type == "cpu" and not is_traced()
 
 
 def is_traced() -> bool:
-    """Whether tensors have no values now, and none may be kept: in a graph, or among fake ones."""
+    """Whether tensors have no values that could be read or stored: in a graph, or fake tensors."""
     if torch.compiler.is_compiling():
         return True
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None

@@ -1,7 +1,7 @@
-"""What the training loss may add: the prices of looking far, and of what sparse execution drops.
+"""Terms that the training loss may add: a price on reach, on pairs, or on discarded mass.
 
 reach   1/2 E[pi_Q·c + pi_K·c],   c_m = min(delta_m / N, 1),   c_G = 1   (MoSAR-Cost)
-pairs   E|Omega| / |causal| if each token drew its regime from its own probabilities
+pairs   E|Omega| / |causal|, if each token draws its regime from its own probabilities
 mass    mean_i sum_j p_ij (1 - keep_ij),   keep_ij = sum_mn pi_Q pi_K [d <= delta_mn]
 
 Shapes: B batch, H query heads, Gr routing groups, T queries, S keys, R regimes.
@@ -24,12 +24,15 @@ from mosar.core.layout import is_traced
 from mosar.core.reference_attention import attend_routed
 from mosar.core.regimes import support_reach
 
-# So many numbers at a time.
+# How many numbers to compute at a time.
 _CHUNK = 1 << 22
 
 
 def warmed_up(weight: float, warmup: int, step: int | None) -> float:
-    """lambda in update `step` >= 1: linear up to `weight` at step `warmup`; None: it is over."""
+    """lambda in update `step` >= 1: it grows linearly to `weight` at step `warmup`.
+
+    step None: after the warm-up.
+    """
     return weight if step is None or step >= warmup else weight * step / warmup
 
 
@@ -48,9 +51,9 @@ def normalized_reach(config: MoSARConfig, length: int | None = None) -> Tensor:
 def normalized_reach_cost(
     pi_q: Tensor, pi_k: Tensor, config: MoSARConfig, length: int | None = None
 ) -> Tensor:
-    """Expected normalized reach of pi_q and pi_k [..., R], both roles averaged: a scalar.
+    """The expected normalized reach of pi_q and pi_k [..., R], averaged over both: a scalar.
 
-    `length` evaluates the same routing at another context length; this is the figure reported as
+    `length` evaluates the same routing at another context length; reports show this figure as
     normalized reach. It is not the support density, which counts pairs (`build_hard_domain`).
     """
     check_config(config)
@@ -79,7 +82,7 @@ def expected_density(
 ) -> Tensor:
     """The expected share of the causal pairs in the support: a scalar, in O(T R^2).
 
-    pi_q and pi_k [B, T, R] or [B, Gr, T, R] of the same tokens, one position after another;
+    pi_q and pi_k [B, T, R] or [B, Gr, T, R] of the same tokens, at consecutive positions;
     segment_ids [B, T], each id one run; valid [B, T]: False for padding at either end. One-hot
     routing gives the exact density.
     """
@@ -91,7 +94,7 @@ def expected_density(
         )
     if is_traced() or not (torch.is_grad_enabled() and (pi_q.requires_grad or pi_k.requires_grad)):
         return _expected_density(pi_q, pi_k, config, segment_ids, valid)
-    # Its R^2 numbers per token are computed again in the backward pass instead of being kept.
+    # The backward pass recomputes the R^2 numbers per token instead of storing them.
     given = (pi_q, pi_k, config, segment_ids, valid)
     return checkpoint(_expected_density, *given, use_reentrant=False, preserve_rng_state=False)  # pyright: ignore[reportReturnType]
 
@@ -115,12 +118,12 @@ def _expected_density(
     if valid is not None:
         exists_BT = valid.expand(at_BT.shape)
     existing_BT = F.pad(exists_BT.long().cumsum(dim=1), (1, 0))
-    # Of each token's own segment, up to itself.
+    # Existing keys of each token's own segment, up to the token itself.
     keys_BT = (existing_BT[:, 1:] - existing_BT.gather(1, start_BT)) * exists_BT
     sinks_BT = keys_BT.clamp_max(config.num_sinks)
     is_routed_BT = exists_BT & (keys_BT > config.num_sinks)
     pi_q, pi_k = pi_q * exists_BT[:, None, :, None], pi_k * is_routed_BT[:, None, :, None]
-    # The keys of regime n before each place; a window is the difference of two of them.
+    # The keys of regime n before each token; the keys in a window are the difference of two sums.
     before_BGTR = F.pad(pi_k.cumsum(dim=-2), (0, 0, 1, 0))
     reach_RR = support_reach(config, device).clamp_max(length).floor().long()
     first_BTRR = (at_BT[..., None, None] - reach_RR).maximum(start_BT[..., None, None])
@@ -144,11 +147,11 @@ def expected_discarded_mass(
     queries: Tensor | None = None,
     **placement: Any,
 ) -> Tensor:
-    """The share of soft attention outside of the support, if each token drew its regime: a scalar.
+    """The share of soft attention outside the support, if each token draws its regime: a scalar.
 
-    q [B, H, T, D] and k [B, K, S, D] as attention is given them. It is differentiable in q, k and
-    both routings. queries [n] int64: the mean is taken over these; None: over all. `placement` is
-    that of the operators. Some rows are computed at a time, and again in the backward pass.
+    q [B, H, T, D] and k [B, K, S, D] as attention takes them. It is differentiable in q, k and both
+    routings. queries [n] int64: the mean is over these; None: over all. `placement` is as in the
+    operators. It is computed for some rows at a time, and again in the backward pass.
     """
     layout = check_attention_inputs(q, k, k, scale, softcap, **placement)
     if queries is None:
@@ -159,7 +162,7 @@ def expected_discarded_mass(
     def mass_of(some: Tensor, q: Tensor, k: Tensor, pi_q: Tensor, pi_k: Tensor) -> Tensor:
         part, pi_q = layout.of_queries(some), pi_q.index_select(2, some)
         mixture = MixtureBias(pi_q, pi_k, bias.config)
-        # The values are of no concern.
+        # The values do not matter here.
         result = attend_routed(
             *(q.index_select(2, some), k, k[..., :1].detach()),
             part,

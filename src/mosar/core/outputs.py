@@ -1,4 +1,4 @@
-"""Structured results: what each part of the core hands on, kept whole for tests and diagnostics."""
+"""Structured results of the core, complete for tests and diagnostics."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class RouterOutput:
 
     @property
     def straight_through(self) -> Tensor:
-        """One-hot in value, with the gradient of the probabilities."""
+        """One-hot values with the gradient of the probabilities."""
         return self.one_hot + self.probabilities - self.probabilities.detach()
 
 
@@ -47,20 +47,20 @@ class LayerRouting(NamedTuple):
 
     @property
     def labels(self) -> tuple[Tensor, Tensor]:
-        """Of queries and of keys, [B, T] and [B, S] or with groups."""
+        """The labels of queries and of keys, [B, T] and [B, S], or with groups."""
         return self.query.labels, self.key.labels
 
     def bias(self, config: MoSARConfig, routing: str) -> LabelBias | MixtureBias:
-        """What the operators add to the scores under `routing`.
+        """The bias that the operators add to the scores under `routing`.
 
-        Labels come from the logits: two may differ where their probabilities tie.
+        Labels come from the logits: two logits can differ where their probabilities are equal.
         """
         if routing == "soft":
             return routed_bias(self.query.probabilities, self.key.probabilities, config, routing)
         return routed_bias(self.query.logits, self.key.logits, config, routing)
 
     def learned_bias(self, config: MoSARConfig, queries: Tensor | None = None) -> LabelBias:
-        """That of sparse routing; the probabilities learn from what other choices would change.
+        """The bias of sparse routing, where probabilities learn what other choices would change.
 
         queries: see `RoutingToLearn`.
         """
@@ -70,7 +70,7 @@ class LayerRouting(NamedTuple):
 
 
 class RoutingWithMass(LayerRouting):
-    """With the expected discarded mass, which the objective may want: a scalar."""
+    """A routing with its expected discarded mass (a scalar), which the objective may use."""
 
     discarded: Tensor
 
@@ -95,11 +95,11 @@ class HardDomain:
     """The support Omega that top-1 labels induce, known before any q·k."""
 
     mask: Tensor | None
-    """[B, T, S] (with groups [B, Gr, T, S]) bool, True inside; None when only counted."""
+    """[B, T, S] (with groups [B, Gr, T, S]) bool, True inside; None if it was not materialized."""
     row_counts: Tensor
-    """Pairs inside the support per batch row (and group), [B] or [B, Gr] int64."""
+    """The number of pairs inside the support per batch row (and group), [B] or [B, Gr] int64."""
     row_causal_counts: Tensor
-    """Pairs that exist per row (and group): causal, valid, same segment, inside the window."""
+    """The number of pairs that exist: causal, valid, in one segment, inside the window."""
 
     @property
     def count(self) -> int:
@@ -113,13 +113,13 @@ class HardDomain:
 
     @property
     def density(self) -> float:
-        """rho = |Omega| / |causal|; 0 where no pair exists."""
+        """rho = |Omega| / |causal|; 0 if no pair exists."""
         return self.count / max(self.causal_count, 1)
 
 
 @dataclass(frozen=True)
 class ReferenceAttentionOutput:
-    """Everything the reference computed on the way to its output."""
+    """The output of the reference and all of its intermediate results."""
 
     output: Tensor
     """[B, H, T, D] in the dtype of the queries."""

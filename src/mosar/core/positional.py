@@ -1,10 +1,10 @@
-"""How tokens are told their place: rotation of q and k (RoPE), linear bias (ALiBi), segments.
+"""Positional schemes: rotation of q and k (RoPE), linear bias (ALiBi), positions in segments.
 
     RoPE   (x1, x2) -> (x1 cos a - x2 sin a, x2 cos a + x1 sin a),   a = position * theta^(-2i/D)
     ALiBi  bias = -slope_h * distance
 
 x1 and x2 are the halves of a head, i = 0 .. D/2 - 1 (the convention of Llama and Gemma). p-RoPE
-keeps the highest frequencies and gives the rest the angle 0.
+rotates only with the highest frequencies; the others have the angle 0.
 
 Shapes: B batch, T tokens, H heads, D head dim.
 """
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mosar.core.layout import can_check_values, is_traced
 
-# Tables of so many positions are always worth their memory.
+# A table of up to this many positions is always worth its memory.
 _SHORT_TABLE = 1 << 16
 
 
@@ -33,9 +33,9 @@ def rotation(
 ) -> tuple[Tensor, Tensor]:
     """cos and sin of the angles at `positions` [B or 1, T], each [B or 1, T, 1, D/2].
 
-    The highest `fraction` of the frequencies rotates. Positions need not be integers; where they
-    are and reading them is free, the rows come from a table that is made once, unless they are few
-    and far.
+    The highest `fraction` of the frequencies rotates. Positions need not be integers. If they are,
+    and reading them is free, the rows come from a cached table, unless there are only a few
+    positions and they are large.
     """
     settings = (head_dim, theta, fraction, dtype)
     length = 0
@@ -51,7 +51,7 @@ def rotation(
 def _cos_sin(
     positions: Tensor, head_dim: int, theta: float, fraction: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    # The steps and the precision are those of transformers, so that its weights mean the same here.
+    # The same operations and precision as in transformers, so that its weights give equal results.
     even = torch.arange(0, head_dim, 2, dtype=dtype, device=positions.device)
     inverse_wavelengths = 1.0 / theta ** (even / head_dim)
     # Not a plain floor: 0.58 * 50 is 28.999999999999996.
@@ -64,13 +64,13 @@ def _cos_sin(
 def _rotation_table(
     length: int, head_dim: int, theta: float, fraction: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    # The first call may be an evaluation, a later one trains with the same table.
+    # The first call may be an evaluation, and a later one may train with the same table.
     with torch.inference_mode(False), torch.device("cpu"):
         return _cos_sin(torch.arange(length), head_dim, theta, fraction, dtype)
 
 
 RESCALINGS = ("pi", "ntk", "yarn")
-"""Rotations of a longer text by frequencies of a shorter one; see `rescaled_frequencies`."""
+"""Ways to rotate texts longer than the training length; see `rescaled_frequencies`."""
 
 
 def rescaled_frequencies(
@@ -81,7 +81,7 @@ def rescaled_frequencies(
     pi    all frequencies divided by the stretch s (position interpolation, Chen et al. 2023)
     ntk   theta times s^(D / (D - 2)): fast frequencies stay, the slowest is divided by s
     yarn  a frequency that turns 32 times in `length` stays, one that turns once is divided by s,
-          those between are blended; q and k are times 1 + ln(s) / 10 (Peng et al. 2023)
+          those between are blended; q and k are multiplied by 1 + ln(s) / 10 (Peng et al. 2023)
     """
     pairs = torch.arange(head_dim // 2, dtype=torch.float64)
     if name == "ntk":
@@ -93,7 +93,7 @@ def rescaled_frequencies(
         return frequencies, 1.0
 
     def turning(times: float) -> float:
-        """The pair that turns so many times within the length."""
+        """The index of the pair that turns this many times within the length."""
         return head_dim * math.log(length / (2 * math.pi * times)) / (2 * math.log(theta))
 
     first = max(math.floor(turning(32)), 0)
@@ -104,16 +104,16 @@ def rescaled_frequencies(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [B, T, H, D] rotated, in its own dtype; the arithmetic is that of cos and sin."""
+    """x [B, T, H, D] rotated, in its own dtype; computed in the dtype of cos and sin."""
     if is_traced():
-        # torch.compile fuses the plain formula, and cannot trace what is quick without it.
+        # torch.compile fuses the plain formula, and cannot trace the faster eager one.
         x1, x2 = x.to(cos.dtype).chunk(2, dim=-1)
         return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], dim=-1).to(x.dtype)
     return _Rotate.apply(x, cos, sin)  # pyright: ignore[reportReturnType]
 
 
 class _Rotate(torch.autograd.Function):
-    """Its gradient is the rotation back: nothing but the angles is kept, whatever the layout."""
+    """Its gradient is the inverse rotation, so only the angles are stored for the backward pass."""
 
     @staticmethod
     def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -135,7 +135,7 @@ class _Rotate(torch.autograd.Function):
 def alibi_slopes(num_heads: int) -> list[float]:
     """One slope per head: 2^(-8/n), 2^(-16/n), ... for n heads, n a power of two.
 
-    Other counts take the slopes of the power of two below and then every other one of the next.
+    Other counts use the slopes of the power of two below, then every other slope of the next.
     """
     power = 1 << (num_heads.bit_length() - 1)
     slopes = [2 ** (-8 * (head + 1) / power) for head in range(power)]
@@ -144,7 +144,7 @@ def alibi_slopes(num_heads: int) -> list[float]:
 
 
 def positions_in_segments(segment_ids: Tensor) -> Tensor:
-    """Positions [B, S] that count from 0 in each run of equal `segment_ids` [B, S]."""
+    """Positions [B, S] that restart at 0 in each run of equal `segment_ids` [B, S]."""
     index_S = torch.arange(segment_ids.shape[1], device=segment_ids.device)
     starts_BS = torch.ones_like(segment_ids, dtype=torch.bool)
     starts_BS[:, 1:] = segment_ids[:, 1:] != segment_ids[:, :-1]
@@ -152,5 +152,5 @@ def positions_in_segments(segment_ids: Tensor) -> Tensor:
 
 
 def next_power_of_two(number: int) -> int:
-    """The smallest power of two >= number: few sizes of tables that grow with the context."""
+    """The smallest power of two >= number; it keeps the number of table sizes small."""
     return 1 << max(number - 1, 0).bit_length()

@@ -1,10 +1,10 @@
-"""The dense definition of MoSAR attention: the law that every fast path is held to.
+"""The dense definition of MoSAR attention; tests compare every fast path with it.
 
     out = softmax(cap(scale q·k) + bias + mask) v,   cap(s) = c tanh(s / c)
 
-Plain torch, T x S memory, float64-capable. q·k, softmax and the sum over values run in float32
-(float64 for float64 inputs) whatever the inputs' dtype. Heads of a KV group share keys; heads of a
-routing group share the bias.
+It is plain torch, needs T x S memory and supports float64. q·k, softmax and the sum over values run
+in float32 (in float64 for float64 inputs), whatever the inputs' dtype. Heads of a KV group share
+keys; heads of a routing group share the bias.
 
 Shapes: B batch, H query heads, K key/value heads, Gr routing groups, T queries, S keys, D head dim,
 R regimes.
@@ -72,7 +72,7 @@ def attend_routed(
     scale: float | None = None,
     softcap: float | None = None,
 ) -> ReferenceAttentionOutput:
-    """Attention with a routed bias, and everything that is computed on the way."""
+    """Attention with a routed bias, with all intermediate results."""
     config, admissible_BGTS = bias.config, layout.exists()[:, None]
     mixture = bias
     if isinstance(bias, LabelBias):
@@ -125,7 +125,7 @@ def dense_attention(
     repeats = q.shape[1] // k.shape[1]
     with without_autocast(q):
         if key_valid is not None:
-            # What a padded slot holds (often never written memory) must not matter.
+            # Padded slots may contain anything, often uninitialised memory.
             k = k.masked_fill(~key_valid[:, None, :, None], 0)
             v = v.masked_fill(~key_valid[:, None, :, None], 0)
         k_BHSD = k.to(dtype).repeat_interleave(repeats, dim=1)
@@ -137,7 +137,7 @@ def dense_attention(
         if bias is not None:
             score_BHTS = score_BHTS + bias.to(dtype)
         score_BHTS = score_BHTS.masked_fill(~admissible, -torch.inf)
-        # An empty row is computed as a row of zeros and cleared afterwards: no NaN, no gradient.
+        # An empty row is computed as a row of zeros and cleared later: no NaN and no gradient.
         empty_BHT1 = ~admissible.any(dim=-1, keepdim=True)
         score_BHTS = score_BHTS.masked_fill(empty_BHT1, 0)
         attention_BHTS = torch.softmax(score_BHTS, dim=-1).masked_fill(~admissible, 0)
@@ -195,7 +195,7 @@ class MoSARReferenceAttention(nn.Module):
         key_valid: Tensor | None = None,
         segment_ids: Tensor | None = None,
     ) -> ReferenceAttentionOutput:
-        """q [B, H, T, D]; k, v [B, K, S, D], keys unexpanded; every intermediate is returned."""
+        """q [B, H, T, D]; k, v [B, K, S, D], keys unexpanded; returns all intermediate results."""
         if routing not in ("soft", "top1", "sparse"):
             raise ValueError(f"routing must be one of soft, top1, sparse, got {routing!r}")
         layout = check_attention_inputs(
@@ -207,7 +207,7 @@ class MoSARReferenceAttention(nn.Module):
             segment_ids=segment_ids,
         )
         if key_valid is not None:
-            # As in dense_attention; a NaN that reached the key router would spoil its gradient.
+            # As in dense_attention; a NaN in the key router would make its gradient NaN.
             k = k.masked_fill(~key_valid[:, None, :, None], 0)
         query_routing = self.query_router(q.transpose(1, 2))
         key_routing = self.key_router(k.transpose(1, 2))

@@ -2,7 +2,7 @@
 
     delta_mn = (delta_m + delta_n)/2      alpha_mn = (alpha_m + alpha_n)/2
     T_mn = alpha_mn delta_mn              L_mn = (1 - alpha_mn) delta_mn
-    g_mn(d) = exp(-B clamp((d - T_mn)/L_mn, 0, 1)^p);  a step at T_mn where L_mn = 0;  g_GG = 1
+    g_mn(d) = exp(-B clamp((d - T_mn)/L_mn, 0, 1)^p);  a step at T_mn if L_mn = 0;  g_GG = 1
 
 Shapes: R regimes; tables are [query regime, key regime].
 """
@@ -42,28 +42,28 @@ def pair_geometry(config: MoSARConfig, device: torch.device | None = None) -> Pa
 
 
 def _filled(numbers: list[float], device: torch.device | None) -> Tensor:
-    """Made on the device, not copied there: a copy waits for it."""
+    """Numbers created on the device; a copy from the host would have to wait for the device."""
     return torch.stack([torch.full((), x, dtype=torch.float64, device=device) for x in numbers])
 
 
 def gate_extent(config: MoSARConfig) -> int:
-    """From this distance on no gate changes any more; a plain number, which torch.compile needs."""
+    """The distance beyond which no gate changes; a plain number, as torch.compile needs."""
     check_config(config)
     *_, second, last = (regime.reach for regime in config.regimes)
-    # The global pair itself never falls.
+    # The gate of the global pair never falls.
     farthest = {"mean": (second + last) / 2, "min": second, "max": last}[config.composition]
     return math.floor(farthest) + 2
 
 
 def support_reach(config: MoSARConfig, device: torch.device | None = None) -> Tensor:
-    """Largest distance inside the support per pair, [R, R] float64: the reach, infinite for GG."""
+    """The largest distance inside the support, [R, R] float64: the reach, infinite for GG."""
     reach_RR = pair_geometry(config, device).reach
     reach_RR[-1, -1] = torch.inf
     return reach_RR
 
 
 class RegimeKernel(nn.Module):
-    """G(d): distances of any shape to the gates of all regime pairs, [..., R, R]."""
+    """G(d): the gates of all regime pairs, [..., R, R], for distances of any shape."""
 
     reach_RR: Tensor
     plateau_RR: Tensor
@@ -73,11 +73,11 @@ class RegimeKernel(nn.Module):
         super().__init__()
         self.config = config
         for name, table in pair_geometry(config)._asdict().items():
-            # Plain attributes, not buffers: `module.to(bfloat16)` must not round the geometry.
+            # These are not buffers, because `module.to(bfloat16)` must not round the geometry.
             setattr(self, f"{name}_RR", table)
 
     def forward(self, distances: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Gates in `dtype`, by default that of floating distances, else float32; d < 0 is 0."""
+        """Gates in `dtype`, by default that of float distances, else float32; d < 0 counts as 0."""
         if not isinstance(distances, Tensor):
             raise ValueError(f"distances must be a tensor, got {type(distances).__name__}")
         if dtype is None:
@@ -98,7 +98,7 @@ def pair_gates(
 
 
 def log_gate(distances: Tensor, plateau: Tensor, transition: Tensor, gate: Gate) -> Tensor:
-    """log g of pairs other than the global one, in float64; the first three broadcast."""
+    """log g of all pairs but the global one, in float64; the first three arguments broadcast."""
     excess = distances.double().clamp_min(0) - plateau
     step = transition == 0
     progress = torch.where(step, (excess > 0).double(), excess / transition.clamp_min(1e-300))

@@ -1,9 +1,9 @@
-"""Routers: a token's post-positional heads to a distribution over regimes.
+"""Routers turn a token's post-positional heads into a distribution over regimes.
 
     pi = softmax((W2 GELU(W1 x + b1) + b2) / tau),   x = all heads of the token, concatenated
 
-Queries and keys have routers of their own; keys are read unexpanded (before any GQA repetition).
-With Gr routing groups each group of heads has its own MLP. The arithmetic is float32 (float64 for a
+Queries and keys have separate routers; keys are read unexpanded (before any GQA repetition). With
+Gr routing groups, each group of heads has its own MLP. Routers compute in float32 (in float64 for a
 float64 module), whatever the dtype of the module or of autocast.
 """
 
@@ -65,8 +65,8 @@ class PostPositionRouter(nn.Module):
         learns = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *parameters))
         if not learns or is_traced():
             return self._decide(x, *parameters)
-        # The hidden layer is larger than q and k together with one routing for each head. It is
-        # computed again in the backward pass instead of being kept.
+        # If each head has its own routing, the hidden layer is larger than q and k together. So the
+        # backward pass recomputes it instead of storing it.
         return checkpoint(
             self._decide, x, *parameters, use_reentrant=False, preserve_rng_state=False
         )  # pyright: ignore[reportReturnType]
@@ -94,7 +94,7 @@ def router_projection(x: Tensor, weight1: Tensor) -> Tensor:
 def router_decision(
     hidden_BGTH: Tensor, bias1: Tensor, weight2: Tensor, bias2: Tensor, temperature: float
 ) -> RouterOutput:
-    """What follows from W1 x: bias, GELU, the second layer, softmax."""
+    """The steps after W1 x: bias, GELU, the second layer, softmax."""
     dtype = hidden_BGTH.dtype
     with without_autocast(hidden_BGTH):
         hidden_BGTH = F.gelu(hidden_BGTH + bias1.to(dtype)[:, None])
@@ -128,7 +128,7 @@ def forced_routing(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Every token in one regime (a name or an index): one-hot [B, T, R], as Fixed-S/M/G use it."""
+    """Every token in one regime (a name or an index): one-hot [B, T, R], as in Fixed-S/M/G."""
     check_config(config)
     index = config.regime_index(regime) if isinstance(regime, str) else regime
     if not isinstance(index, int) or isinstance(index, bool):

@@ -2,7 +2,8 @@
 
     W_ij = pi_Q(i)^T G(i - j) pi_K(j) in [e^-B, 1]        bias_ij = log max(W_ij, epsilon)
 
-A mixture of gates, not of biases, and not normalised over keys. Shared by all heads of a group.
+W is a mixture of gates, not of biases, and is not normalised over keys. All heads of a group share
+it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from mosar.core.regimes import RegimeKernel
 
 
 class WorthField(nn.Module):
-    """Routing of both ends and their distances to the worth and bias of every pair."""
+    """The worth and bias of every pair, from the routing of both ends and their distance."""
 
     def __init__(self, config: MoSARConfig):
         super().__init__()

@@ -1,10 +1,10 @@
 """The objective: L_LM + lambda(t) price + mu(t) mass, and its gradient without all logits at once.
 
-    L_LM      mean cross-entropy of the next token (of a task: where it is an answer)
-    price     the geometry's own (MoSAR's: the expected reach, or expected pairs), or none
-    mass      the attention that sparse execution would drop, where `attention.mass_weight` is set
-    lambda(t) grows linearly to `attention.cost_weight` over `attention.cost_warmup` steps, mu(t)
-              likewise to `attention.mass_weight`
+    L_LM      mean cross-entropy of the next token (in a task: of the answer tokens)
+    price     the geometry's price (MoSAR: the expected reach, or expected pairs), or none
+    mass      the attention that sparse execution would drop, if `attention.mass_weight` is set
+    lambda(t) grows linearly to `attention.cost_weight` over `attention.cost_warmup` steps; mu(t)
+              grows to `attention.mass_weight` in the same way
 
 Shapes: B windows, T tokens each, N = B·T, C hidden size, V vocabulary, L layers, R regimes.
 """
@@ -28,15 +28,15 @@ from mosar.training.config import RunConfig
 
 @dataclass(frozen=True)
 class Terms:
-    """What a pass gave; means over its tokens."""
+    """The results of a pass; means over its tokens."""
 
     loss: Tensor
     """The objective, to differentiate."""
     lm_loss: Tensor
     expected_reach: Tensor | None
-    """Of all tokens, where there are routers; else the geometry's price, if it has one."""
+    """The expected reach of all tokens; without routers, the geometry's price, if it has one."""
     shares: Tensor | None
-    """[2, L, R]: mean probability of each regime, of queries and of keys; None without them."""
+    """[2, L, R]: mean probability of each regime, of queries and of keys; None without routers."""
 
 
 class Objective:
@@ -51,10 +51,10 @@ class Objective:
         self.loss_chunk = config.train.loss_chunk
         self.checkpoint_activations = config.train.checkpoint_activations
         self.merge_basis: Callable[[Tensor], Tensor] | None = None
-        """The mean of price bases over processes that have heads of their own, if any."""
+        """Averages price bases over the processes that have different heads, if there are any."""
 
     def cost_weight(self, step: int) -> float:
-        """lambda in update number `step` >= 1; it is whole from step `cost_warmup` on."""
+        """lambda in update number `step` >= 1; it has its full value from `cost_warmup` on."""
         return warmed_up(self.cost_weight_end, self.cost_warmup, step)
 
     def __call__(
@@ -68,7 +68,7 @@ class Objective:
     ) -> Terms:
         """The terms of tokens [B, T + 1], segment_ids [B, T] or None.
 
-        scored [B, T] bool: the targets that count, the others cost nothing; None: all of them.
+        scored [B, T] bool: which targets count in the loss; None: all of them.
         """
         decoder.begin_step(step, self.steps)
         checkpoint = self.checkpoint_activations and torch.is_grad_enabled()
@@ -92,7 +92,7 @@ class Objective:
                 return Terms(lm_loss, lm_loss.detach(), None, None)
             basis = self._merged(basis)
             price = geometry.price(basis)
-        # A weight of 0 leaves the geometry to the language model's loss alone, bit for bit.
+        # With a weight of 0, the loss is that of the language model, bit for bit.
         loss = lm_loss + weight * price if weight else lm_loss
         masses = [r.discarded for r in output.routings if isinstance(r, RoutingWithMass)]
         if masses:
@@ -101,7 +101,7 @@ class Objective:
         if not geometry.routed:
             return Terms(loss, lm_loss.detach(), price.detach(), None)
         if geometry.attention.cost_of == "reach":
-            # The price is the expected reach, and was made of the shares.
+            # The price is the expected reach, which was computed from the shares.
             return Terms(loss, lm_loss.detach(), price.detach(), basis.detach())
         with torch.no_grad():
             shares = self._merged(regime_shares(output.routings))
@@ -112,9 +112,9 @@ class Objective:
         return basis if self.merge_basis is None else self.merge_basis(basis)
 
 
-# A chunk of logits should stay in the cache, but each one reads and writes all of the head.
+# A chunk of logits should fit into the cache, but each chunk reads and writes the whole head.
 _CHUNK_LOGITS, _MIN_CHUNK = 1 << 21, 256
-# Logits up to this need no shift before exp in float32.
+# Logits up to this value need no shift before exp in float32.
 _TAME = 60.0
 
 
@@ -123,8 +123,8 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Mean cross-entropy of cap(hidden @ weight.T) [N, V] against targets [N], in float32 or wider.
 
-    hidden [N, C], weight [V, C]. At most `chunk` rows of the logits exist at a time (0: as many as
-    is quick): the gradient is taken together with the value, chunk by chunk.
+    hidden [N, C], weight [V, C]. At most `chunk` rows of the logits exist at a time (0: a number
+    that is fast). The gradient is computed together with the value, chunk by chunk.
     """
     rows = chunk or max(_MIN_CHUNK, _CHUNK_LOGITS // len(weight))
     return _LinearCrossEntropy.apply(hidden, weight, targets, softcap, rows)  # pyright: ignore[reportReturnType]
@@ -151,7 +151,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             for start in range(0, len(hidden_NC), rows):
                 chunk = slice(start, start + rows)
                 hidden = hidden_NC[chunk].to(weight.dtype)
-                # Dividing the few hidden numbers, not the many logits.
+                # Divide the few hidden numbers instead of the many logits.
                 scaled = hidden if softcap is None else hidden / softcap
                 scores_nV = (scaled @ weight.T).to(wide)
                 share = 1 / len(hidden_NC)
@@ -170,7 +170,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dloss: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        # In place: the two are nobody else's.
+        # In place, because nothing else uses these two tensors.
         gradients = (None if d is None else d.mul_(dloss) for d in ctx.saved_tensors)
         return *gradients, None, None, None
 
@@ -178,7 +178,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _loss_and_gradient(
     scores_nV: Tensor, target_n1: Tensor, softcap: float | None, share: float
 ) -> Tensor:
-    """`share` times the sum of the losses; scores (over the cap) become their gradients."""
+    """`share` times the sum of the losses; replaces scores (over the cap) by their gradients."""
     t_nV = None
     logits_nV = scores_nV
     if softcap is not None:
