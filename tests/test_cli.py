@@ -201,7 +201,7 @@ def test_unknown_command_exits_2():
         (("--config", "no.json"), None, ("cannot read no.json: No such file",)),
         ((), "{", ("c.json", "must be valid JSON")),
         ((), "[]", ("c.json", "must be a JSON object")),
-        ((), '{"reach": 5}', ("c.json", "MoSARConfig has no fields ['reach']")),
+        ((), '{"reach": 5}', ("c.json", "unknown fields of MoSARConfig: ['reach']")),
         ((), '{"barrier": 0}', ("c.json", "barrier must be a finite number > 0, got 0")),
     ],
 )

@@ -183,7 +183,7 @@ class MoSARConfig(RegimeSettings):
         known = [field.name for field in fields(cls)]
         unknown = sorted(set(map(str, values)) - set(known))
         if unknown:
-            raise ValueError(f"MoSARConfig has no fields {unknown}; known fields: {known}")
+            raise ValueError(f"unknown fields of MoSARConfig: {unknown}; known fields: {known}")
         return cls(**values)
 
     def to_json(self) -> str:

@@ -1,11 +1,11 @@
-"""A decoder-only language model in the style of Gemma 2; all but the geometry is the same for all.
+"""A decoder-only language model in the style of Gemma 2; variants differ only in the geometry.
 
     x = sqrt(hidden) E[tokens]
     x = x + norm(attention(norm(x)));   x = x + norm(W_d(gelu(W_g norm(x)) * W_u norm(x)))
     logits = cap(norm(x) E^T),          cap(s) = c tanh(s / c)
 
 Every norm is RMSNorm with weight 1 + w in float32. Names and arithmetic follow transformers'
-Gemma2ForCausalLM closely enough that its weights give the same logits (the test says how close).
+Gemma2ForCausalLM, so that its weights give the same logits (tests/model/test_gemma2.py).
 
 Shapes: B batch, T tokens, H query heads, K key/value heads, D head dim.
 """
@@ -49,8 +49,8 @@ class DecoderOutput(NamedTuple):
 class Decoder(nn.Module):
     """Tokens to hidden states, and hidden states to logits.
 
-    The weights are as torch makes them until `init_weights` or a checkpoint sets them; a large
-    model is best built under `torch.device("meta")` and given storage by `to_empty`.
+    The weights have torch's own initial values until `init_weights` or a checkpoint sets them.
+    Build a large model under `torch.device("meta")`, then call `to_empty`.
     """
 
     def __init__(self, model: ModelConfig, attention: AttentionConfig):
@@ -73,11 +73,11 @@ class Decoder(nn.Module):
         """tokens [B, T] of any length.
 
         segment_ids [B, T], runs of equal ids: tokens of different segments do not see each other,
-        and positions restart with each. valid [B, T]: False for padding, which no token sees and no
-        position counts; what comes out of it means nothing. routing: see `mosar_attention`; it is
-        of no concern to geometries without regimes. checkpoint_activations: keep only the layers'
-        inputs and compute the rest again in the backward pass. cache: as `new_cache` makes it; the
-        tokens follow those it has been given, and it takes them up; no gradient passes through it.
+        and positions restart in each segment. valid [B, T]: False for padding. No token sees
+        padding, positions do not count it, and its own outputs are meaningless. routing: see
+        `mosar_attention`; geometries without regimes ignore it. checkpoint_activations: store only
+        the layers' inputs and recompute the rest in the backward pass. cache: from `new_cache`; the
+        tokens follow those in the cache and are added to it; it carries no gradient.
         """
         if tokens.dim() != 2 or tokens.dtype not in (torch.int64, torch.int32):
             raise ValueError(
@@ -104,7 +104,7 @@ class Decoder(nn.Module):
     def new_cache(self, routing: Routing = "sparse", **options: Any) -> RegimeCache | DenseCache:
         """An empty KV cache for `forward`; options are those of `RegimeLayerCache`.
 
-        Geometries without regimes keep every key, and take neither.
+        Geometries without regimes store every key; they take no routing and no options.
         """
         routing = self.geometries[0].executed(routing)
         return new_cache(self.model_config, self.attention_config, routing, **options)
@@ -128,8 +128,8 @@ class Decoder(nn.Module):
     def init_weights(self, seed: int) -> None:
         """Normal weights and zero norms; each parameter has its own generator.
 
-        A parameter's numbers depend on the seed and on its name alone, so what two variants share
-        is equal to the bit.
+        A parameter's numbers depend only on the seed and its name, so the parameters that two
+        variants share are equal to the bit.
         """
         for name, parameter in self.named_parameters():
             if parameter.is_meta:
@@ -155,8 +155,8 @@ class Decoder(nn.Module):
 class TiedEmbedding(nn.Embedding):
     """The token embedding, and the output head that is tied to it.
 
-    Both uses pass through `forward`: whatever brings a weight from elsewhere (another device, a
-    disk) does it around that.
+    Both uses go through `forward`, so that hooks that load a weight from another device or from
+    disk work for both.
     """
 
     def forward(self, input: Tensor, project: bool = False) -> Tensor:
@@ -276,7 +276,7 @@ def capped_logits(project: Callable[[Tensor], Tensor], hidden: Tensor, cap: floa
     """c tanh(project(hidden) / c); without a cap, the projection."""
     if cap is None:
         return project(hidden)
-    # Divide the few hidden numbers, not the many logits.
+    # Divide the few hidden numbers instead of the many logits.
     return cap * torch.tanh(project(hidden / cap))
 
 
@@ -309,9 +309,9 @@ def _placement(
 def count_positions(
     tokens: Tensor, valid: Tensor | None, cache: RegimeCache | DenseCache | None
 ) -> Tensor:
-    """Positions of tokens [B, T, ...] that count the valid ones of a row, those in the cache first.
+    """Positions of tokens [B, T, ...] that count only valid tokens, from those in the cache on.
 
-    Padding at the start of a row stands at its first token.
+    Padding at the start of a row has the position of the row's first token.
     """
     ones = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
     positions = (ones if valid is None else valid).cumsum(dim=1) - 1

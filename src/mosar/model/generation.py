@@ -1,7 +1,7 @@
 """Writes text with a decoder: reads the prompt, chooses a token, reads it, and so on.
 
-    p(token) ~ exp(logit / temperature), among the top_k largest, of those the smallest set that
-    holds top_p of the probability
+    p(token) ~ exp(logit / temperature), among the top_k largest, and of those among the smallest
+    set whose probabilities sum to top_p
 
 Shapes: T tokens, V vocabulary, L layers.
 """
@@ -64,7 +64,7 @@ class Sampling:
         return torch.zeros_like(kept).scatter_(0, order, kept / kept.sum())
 
     def choose(self, logits: Tensor, generator: torch.Generator) -> int:
-        """A token drawn from logits [V]."""
+        """A random token with the probabilities of logits [V]."""
         if not bool(logits.isfinite().all()):
             raise ValueError("the model's logits are not finite: there is nothing to choose from")
         if self.temperature == 0:
@@ -114,7 +114,7 @@ class MeasuredReader(ABC):
     def density(self) -> float:
         """The share of causal pairs inside the support, mean over the layers.
 
-        Under soft and top-1 routing, too, where every pair is evaluated nevertheless.
+        It is also counted under soft and top-1 routing, although these evaluate every pair.
         """
         densities = []
         for layer, (queries, keys) in enumerate(self.label_logs):

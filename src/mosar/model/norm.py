@@ -1,4 +1,4 @@
-"""RMSNorm as Gemma 2 has it: x / sqrt(mean(x^2) + eps) * (1 + w), in float32, in the dtype of x."""
+"""RMSNorm as in Gemma 2: x / sqrt(mean(x^2) + eps) * (1 + w), computed in float32."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mosar.kernels.elementwise import rms_norm
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last dimension; a weight of 0 stands for a factor of 1."""
+    """Root-mean-square norm over the last dimension; a weight of 0 is a factor of 1."""
 
     def __init__(self, size: int, eps: float):
         super().__init__()

@@ -15,14 +15,14 @@ class Part(NamedTuple):
     name: str
     count: int
     weights: int
-    """Those among them of matrices that every token is multiplied with."""
+    """How many of them are in matrices that every token is multiplied with."""
     split: Literal["whole", "heads", "keys"]
     """What tensor-parallel ranks hold: all of it, their part, or that of the key heads."""
     place: Literal["root", "layers", "geometry"] = "layers"
 
 
 def parameter_parts(model: ModelConfig, attention: AttentionConfig) -> list[Part]:
-    """All parameters; their sum is exactly the number that the model has."""
+    """All parameters by kind; their sum is exactly the model's number of parameters."""
     layers, size = model.num_layers, model.hidden_size
     query, key = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     head = model.vocab_size * size

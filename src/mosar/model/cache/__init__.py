@@ -1,12 +1,12 @@
-"""KV caches: what attention keeps of the tokens so far.
+"""KV caches: the keys and values of the tokens so far.
 
-regime.py        RegimeLayerCache, RegimeCache   of layers with regimes; they attend themselves
-dense.py         DenseLayerCache, DenseCache     of all others; they give back all keys
-layer.py         what both can do: rows move, the last tokens go, graphs take them
-tokens.py        tokens on their way in or out, checked by name
-ordered_keys.py  keys in the order they came        | where the tokens of a layer are:
-regime_keys.py   keys by regime, which are evicted  | either of the two
-regime_lists.py  the paged lists of the latter, which the kernels read
+regime.py        RegimeLayerCache, RegimeCache   for layers with regimes; they compute attention
+dense.py         DenseLayerCache, DenseCache     for all other layers; they return all keys
+layer.py         what both can do: reorder rows, drop the last tokens, be part of a graph
+tokens.py        the tokens that go into or come out of a cache, and their checks
+ordered_keys.py  stores keys in the order they came       | each layer uses one
+regime_keys.py   stores keys by regime, and evicts them   | of these two
+regime_lists.py  the paged lists of regime_keys.py, which the kernels read
 """
 
 from mosar.model.cache.dense import DenseCache, DenseLayerCache

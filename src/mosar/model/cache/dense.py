@@ -1,4 +1,4 @@
-"""The cache of a layer without regimes: it keeps every token."""
+"""The cache of a layer without regimes: it stores every token."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class DenseLayerCache(LayerCache):
     ) -> Tokens:
         """Appends k, v [B, Hkv, S, D] and returns those of all tokens so far.
 
-        key_positions [B, S]: by default tokens count 0, 1, 2, ... over all calls. key_valid [B, S]:
-        False for padding. What comes back has them only where they say something. notes [B, E, S]:
-        what else a geometry wants to know of each token later.
+        key_positions [B, S]: by default 0, 1, 2, ... over all calls. key_valid [B, S]: False for
+        padding. The result contains them only if they differ from the default. notes [B, E, S]:
+        other numbers of each token that the geometry needs later.
         """
         self._check_tokens(k, v, key_positions, key_valid)
         positions = None if key_positions is None else key_positions.long()

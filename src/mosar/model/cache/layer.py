@@ -19,7 +19,7 @@ from mosar.model.cache.tokens import Tokens, check_grid, check_heads
 
 
 class LayerCache:
-    """The cache of one layer; subclasses say how tokens come in."""
+    """The cache of one layer; subclasses define how tokens are added."""
 
     def __init__(self):
         self.reset()
@@ -28,14 +28,14 @@ class LayerCache:
         """Forgets everything, including the number of rows."""
         self._store: OrderedKeys | RegimeKeys | None = None
         self._slots = self._rows = 0
-        # Of what was stored: Hkv, D and Gr, and the device.
+        # The Hkv, D, Gr and device of the stored tokens.
         self._sizes: tuple[int, int, int] | None = None
         self._device: torch.device | None = None
         self._tensors: dict[str, Tensor] | None = None
 
     @property
     def slots(self) -> int:
-        """How many tokens each row was given, padding included."""
+        """The number of tokens of each row, including padding."""
         return self._slots
 
     @property
@@ -45,7 +45,7 @@ class LayerCache:
 
     @property
     def lengths(self) -> Tensor:
-        """How many tokens each row was given, padding not included, [B] int64."""
+        """The number of tokens of each row, without padding, [B] int64."""
         return torch.zeros(0, dtype=torch.int64) if self._store is None else self._store.lengths
 
     @property
@@ -60,7 +60,7 @@ class LayerCache:
 
     @property
     def keeps_order(self) -> bool:
-        """Whether there are tokens, stored in the order they came."""
+        """Whether there are tokens and they are stored in the order they came."""
         return isinstance(self._store, OrderedKeys)
 
     def ordered(self) -> Tokens:
@@ -70,8 +70,10 @@ class LayerCache:
         return self._store.ordered()
 
     def crop(self, length: int) -> None:
-        """Goes back to the first `length` tokens of every row, padding included; below 0: drops as
-        many. A ValueError where the next query would miss keys that have been evicted since.
+        """Goes back to the first `length` tokens of every row, including padding.
+
+        A negative length drops that many tokens. A ValueError if the next query would miss keys
+        that have been evicted.
         """
         length = self.check_crop(length)
         if self._store is not None and length < self._slots:
@@ -88,7 +90,7 @@ class LayerCache:
         return length
 
     def reorder(self, beam_idx: Tensor) -> None:
-        """Row i becomes what row beam_idx[i] was."""
+        """Row i becomes the former row beam_idx[i]."""
         if self._store is not None and tuple(beam_idx.shape) != (self._rows,):
             raise ValueError(f"beam_idx must be [{self._rows}], got {list(beam_idx.shape)}")
         self.batch_select(beam_idx)
@@ -100,9 +102,9 @@ class LayerCache:
         self.batch_select(torch.arange(self._rows).repeat_interleave(repeats))
 
     def batch_select(self, indices: Tensor) -> None:
-        """The rows of these indices [B'], in their order; a row may come again, or not at all.
+        """Selects the rows with these indices [B'], in this order; a row may be repeated.
 
-        Or the rows that a mask [B] of bool keeps.
+        A bool mask [B] selects the rows that are True.
         """
         if self._store is None:
             return
@@ -121,11 +123,12 @@ class LayerCache:
     def tensors(self) -> dict[str, Tensor]:
         """All tokens in the order they came, as `load_tensors` takes them.
 
-        Until something changes they are the same objects: torch.export knows its inputs by that.
+        They are the same objects until the cache changes, because torch.export identifies its
+        inputs by object.
         """
         if self._tensors is None:
             stored = {} if self._store is None else self.ordered()._asdict()
-            # Strides of spare room would be those of one length alone.
+            # Without the spare room, whose strides would fit only one length.
             self._tensors = {
                 name: x.contiguous() for name, x in stored.items() if isinstance(x, Tensor)
             }
@@ -140,7 +143,7 @@ class LayerCache:
         self._note(store, tokens)
 
     def settings(self) -> dict[str, Any]:
-        """JSON values of the settings that another cache needs to take these tensors."""
+        """The settings, as JSON values, that another cache needs to load these tensors."""
         return {}
 
     @classmethod
@@ -149,7 +152,7 @@ class LayerCache:
         return cls(**settings)
 
     def _new_store(self, tokens: Tokens, in_order: bool = False) -> Any:
-        """Where tokens like these go; `in_order`: as they come."""
+        """The store for tokens like these; `in_order`: the store that keeps their order."""
         raise NotImplementedError
 
     def _append(self, tokens: Tokens) -> None:
@@ -158,7 +161,7 @@ class LayerCache:
         self._note(store, tokens)
 
     def _note(self, store: OrderedKeys | RegimeKeys, tokens: Tokens) -> None:
-        """The store has taken these tokens."""
+        """Updates the counts after the store has added these tokens."""
         self._store, self._tensors = store, None
         self._rows, heads, added, dim = tokens.k.shape
         self._slots += added
@@ -183,7 +186,7 @@ L = TypeVar("L", bound=LayerCache)
 
 
 class ModelCache(Generic[L]):
-    """A model's cache: those of its layers, which have been given the same tokens."""
+    """A model's cache: one cache per layer, all with the same tokens."""
 
     layer_class: type[LayerCache]
 
@@ -201,7 +204,7 @@ class ModelCache(Generic[L]):
 
     @property
     def slots(self) -> int:
-        """How many tokens each row was given, padding included."""
+        """The number of tokens of each row, including padding."""
         return self.layers[0].slots
 
     @property
@@ -211,7 +214,7 @@ class ModelCache(Generic[L]):
 
     @property
     def lengths(self) -> Tensor:
-        """How many tokens each row was given, padding not included, [B] int64."""
+        """The number of tokens of each row, without padding, [B] int64."""
         return self.layers[0].lengths
 
     @property
@@ -229,7 +232,7 @@ class ModelCache(Generic[L]):
             layer.reset()
 
     def crop(self, length: int) -> None:
-        """All layers or none: they must always hold the same tokens."""
+        """Changes all layers or none, because they must always hold the same tokens."""
         for layer in self.layers:
             layer.check_crop(length)
         for layer in self.layers:
@@ -249,9 +252,9 @@ class ModelCache(Generic[L]):
 
 
 def enter_graphs(kind: type[ModelCache], name: str) -> None:
-    """Lets torch.export take a cache and give it back: tensors by layer, the rest a constant.
+    """Lets torch.export take and return a cache: tensors by layer, everything else as a constant.
 
-    name: by which programs that were saved know it.
+    name: the name of the cache in saved programs.
     """
 
     def flatten(cache: ModelCache) -> tuple[list[Any], str]:
@@ -265,7 +268,7 @@ def enter_graphs(kind: type[ModelCache], name: str) -> None:
         cache = kind.__new__(kind)
         ModelCache.__init__(cache, map(kind.layer_class.from_settings, json.loads(settings)))
         for layer, tensors in zip(cache, layers, strict=True):
-            # torch.export also builds trees of other things than tensors; nobody reads them.
+            # torch.export also builds trees of objects that are not tensors; nothing reads them.
             if tensors and all(isinstance(x, Tensor) for x in tensors.values()):
                 layer.load_tensors(tensors)
         return cache

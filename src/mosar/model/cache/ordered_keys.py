@@ -15,17 +15,18 @@ from torch import Tensor
 from mosar.core.config import MoSARConfig
 from mosar.model.cache.tokens import Tokens, attend_tokens, check_labels
 
-# A tensor made inside torch.inference_mode cannot be changed outside of it; a cache outlives both.
+# A tensor made inside torch.inference_mode cannot be changed outside of it, but a cache may be used
+# in both.
 outlives_inference_mode = torch.inference_mode(False)
-# Which dimension runs over tokens.
+# The dimension that runs over tokens.
 _AXES = {"k": 2, "v": 2, "labels": 2, "pi": 2, "notes": 2, "positions": 1, "valid": 1}
 
 
 class OrderedKeys:
-    """Tensors by name that grow along the tokens together, under the names of `Tokens`.
+    """Tensors, named as in `Tokens`, that grow together along the tokens.
 
-    Storage grows by an eighth when it is full: a token costs eight copies of itself on average,
-    however long the row gets.
+    Storage grows by an eighth when it is full, so a token is copied eight times on average, however
+    long the row gets.
     """
 
     has_evicted = False
@@ -37,11 +38,11 @@ class OrderedKeys:
         self._storage: dict[str, Tensor] = {}
 
     def load(self, tensors: dict[str, Tensor]) -> None:
-        """Holds these tensors themselves."""
+        """Uses these tensors without a copy."""
         self._storage, self.length = dict(tensors), tensors["k"].shape[2]
 
     def ordered(self) -> Tokens:
-        """Everything that has been stored, without the spare room."""
+        """All stored tokens, without the spare room."""
         stored: dict[str, Any] = {
             name: x.narrow(_AXES[name], 0, self.length) for name, x in self._storage.items()
         }
@@ -73,7 +74,7 @@ class OrderedKeys:
 
     @outlives_inference_mode
     def append(self, tokens: Tokens) -> None:
-        """Adds tokens; dtypes are those of the first ones."""
+        """Adds tokens, in the dtypes of the first ones."""
         if self.config is not None:
             tokens.check_values(self.config, self._last_positions(len(tokens.k)))
         filled = tokens._replace(positions=tokens.all_positions, valid=tokens.all_valid)
@@ -82,7 +83,7 @@ class OrderedKeys:
         for name, tensor in tensors.items():
             axis, stored = _AXES[name], self._storage.get(name)
             if torch.compiler.is_exporting():
-                # A graph writes into none of its inputs, and has no use for spare room.
+                # A graph must not write into its inputs, and does not need spare room.
                 before = [] if stored is None else [stored.narrow(axis, 0, self.length)]
                 self._storage[name] = torch.cat([*before, tensor], dim=axis)
                 continue
@@ -97,7 +98,7 @@ class OrderedKeys:
         self.length = self.length + added
 
     def _last_positions(self, rows: int) -> Tensor:
-        """The last position of each row, -1 where it has no valid token, [B]."""
+        """The last position of each row, -1 if it has no valid token, [B]."""
         if not self._storage:
             return torch.full((rows,), -1)
         keys = self.ordered()
@@ -107,9 +108,9 @@ class OrderedKeys:
     def attend(
         self, q: Tensor, choice: Tensor, positions: Tensor | None, **scores: Any
     ) -> tuple[Tensor, Tensor]:
-        """q [B, Hq, T, D] with labels [B, Gr, T], or probabilities where those of keys are stored.
+        """Output and log-sum-exp of q [B, Hq, T, D], computed by the dense operators.
 
-        Output and log-sum-exp, by the dense operators.
+        The routing is labels [B, Gr, T], or probabilities if those of keys are stored.
         """
         keys, config, count = self.ordered(), self.config, q.shape[2]
         assert config is not None
@@ -125,10 +126,10 @@ class OrderedKeys:
         return attend_tokens(q, choice, positions, keys, config, **self._options, **scores)
 
     def settle(self) -> None:
-        """Nothing waits here."""
+        """Does nothing, because this store has no waiting chunk."""
 
     def check_crop(self, length: int) -> None:
-        """Everything is there: any length will do."""
+        """Does nothing, because this store keeps all keys and can crop to any length."""
 
     def crop(self, length: int) -> None:
         self.length = min(self.length, length)

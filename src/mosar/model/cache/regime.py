@@ -1,16 +1,16 @@
-"""The KV cache that forgets exactly what can never be read again.
+"""The KV cache that drops exactly the keys that no later query can read.
 
-Under sparse routing no query reads a key of regime n farther away than max_m delta_mn. The cache
-keeps post-positional keys and values, unexpanded, as one list per (row, routing group, regime) and
-one of sinks, and drops a key once the next query is farther from it than that: no output changes.
-One step of decoding reads one slice of each list. Under soft and top-1 routing every pair counts:
-all keys are kept, in order, and the dense operators read them.
+Under sparse routing, no query reads a key of regime n farther away than max_m delta_mn. The cache
+stores post-positional keys and values, unexpanded, in one list per (row, routing group, regime),
+and one more list for sinks. It drops a key when the next query is farther away than that, so no
+output changes. One step of decoding reads one slice of each list. Under soft and top-1 routing
+every pair counts: all keys are stored in order, and the dense operators read them.
 
     cache.update(k, v, labels_k)         # the next token, or a chunk of any size
     out = cache.attend(q, labels_q)      # its queries over all tokens so far
 
-A chunk is read where it stands until its queries have attended: k and v must not be changed in
-place between the two calls.
+A chunk is not copied until its queries have attended: k and v must not be changed in place between
+the two calls.
 
 Shapes: B rows, Hq query heads, Hkv key/value heads, Gr routing groups, T queries, S tokens,
 D head dim, R regimes.
@@ -35,19 +35,19 @@ from mosar.model.cache.ordered_keys import OrderedKeys
 from mosar.model.cache.regime_keys import RegimeKeys
 from mosar.model.cache.tokens import Tokens, check_grid, check_heads, check_routing
 
-# What may be asked of a layer's cache besides its routing.
+# The options of a layer's cache besides its routing.
 CACHE_OPTIONS = frozenset({"evict", "crop_margin", "window", "dtype", "impl"})
 
 
 class RegimeLayerCache(LayerCache):
-    """The cache of one attention layer; rows, heads, groups and dtype are as the first tokens'.
+    """The cache of one attention layer; the first tokens set rows, heads, groups and dtype.
 
-    routing: "sparse" keeps lists by regime; "soft" and "top1" keep everything in order.
-    evict: under sparse routing, drop what is out of reach. crop_margin: keep it that many positions
-    longer, so that `crop` can go back as far. window: as in `mosar_attention`. dtype: of storage;
-    None: that of the first keys. impl: "auto" | "native" (CPU; float32, bfloat16, float16) |
-    "triton" (GPU; the same) | "tiled" (torch operators; formerly "torch"); under soft and top-1
-    routing the operators choose by the same rule.
+    routing: "sparse" stores lists by regime; "soft" and "top1" store all keys in order.
+    evict: under sparse routing, drop keys that are out of reach. crop_margin: keep them for this
+    many more positions, so that `crop` can go back as far. window: as in `mosar_attention`. dtype:
+    of storage; None: that of the first keys. impl: "auto" | "native" (CPU; float32, bfloat16,
+    float16) | "triton" (GPU; the same) | "tiled" (torch operators; formerly "torch"); under soft
+    and top-1 routing the operators choose by the same rule.
     """
 
     def __init__(
@@ -78,13 +78,13 @@ class RegimeLayerCache(LayerCache):
     def reset(self) -> None:
         super().reset()
         self._stored_dtype = self.dtype
-        # Whether the tokens so far came with their positions.
+        # Whether positions were given for the tokens so far.
         self._placed: bool | None = None
         self._checked_tokens = self._checked_queries = ()
 
     @property
     def regime_counts(self) -> dict[str, Tensor]:
-        """How many keys are stored of each regime and, where there are any, "sinks", [B, Gr]."""
+        """The number of stored keys of each regime and, if there are any, of "sinks", [B, Gr]."""
         names = [regime.name for regime in self.config.regimes]
         names += ["sinks"] if self.config.num_sinks else []
         if self._store is None:
@@ -106,8 +106,8 @@ class RegimeLayerCache(LayerCache):
         """Appends k, v [B, Hkv, S, D] with labels_k [B, S] or [B, Gr, S].
 
         pi_k [B, S, R] or [B, Gr, S, R] is for soft routing, where labels_k may be left out.
-        key_positions [B, S]: by default tokens count 0, 1, 2, ... over all calls; given once, they
-        must be given always. key_valid [B, S]: False for padding.
+        key_positions [B, S]: by default 0, 1, 2, ... over all calls; give them in all calls or in
+        none. key_valid [B, S]: False for padding.
         """
         pi_k = pi_k if self.routing == "soft" else None
         given = Tokens(k, v, labels_k, pi_k, key_positions, key_valid)
@@ -164,13 +164,13 @@ class RegimeLayerCache(LayerCache):
         key_valid: Tensor | None = None,
         **scores: Any,
     ) -> Any:
-        """Takes new tokens as they are routed, and attends with their queries."""
+        """Adds new tokens with their routing, and attends with their queries."""
         self.update_routed(k, v, routed, key_positions=key_positions, key_valid=key_valid)
         pi_q = routed.query.probabilities if self.routing == "soft" else None
         return self.attend(q, routed.query.labels, key_positions, pi_q=pi_q, **scores)
 
     def update_routed(self, k: Tensor, v: Tensor, routed: LayerRouting, **placement: Any) -> None:
-        """`update` with what the key router says."""
+        """`update` with the output of the key router."""
         pi_k = routed.key.probabilities.detach() if self.routing == "soft" else None
         self.update(k, v, routed.key.labels, pi_k=pi_k, **placement)
 
@@ -192,12 +192,12 @@ class RegimeLayerCache(LayerCache):
         return cls(**settings | {"config": config, "dtype": dtype})
 
     def settle(self) -> None:
-        """Stores a chunk that nobody will attend from; else `attend` and `update` see to it."""
+        """Stores a chunk whose queries will not attend; else `attend` or `update` stores it."""
         if self._store is not None:
             self._store.settle()
 
     def set_routing(self, routing: str) -> None:
-        """Goes on under another routing with the tokens so far; a ValueError where it cannot."""
+        """Switches to another routing and keeps the tokens so far; a ValueError if it cannot."""
         self.check_set_routing(routing)
         if self._store is None or routing == self.routing:
             self.routing = routing
@@ -209,7 +209,7 @@ class RegimeLayerCache(LayerCache):
         self.update(keys.k, keys.v, keys.labels, key_positions=positions, key_valid=keys.valid)
 
     def check_set_routing(self, routing: str) -> None:
-        """A ValueError where the tokens so far do not serve the routing."""
+        """A ValueError if the tokens so far cannot be used under this routing."""
         _check_routing(routing)
         if self._store is None or routing == self.routing:
             return
@@ -220,7 +220,7 @@ class RegimeLayerCache(LayerCache):
             obstacle = "keys have been evicted, and every other routing reads all keys"
         if obstacle is not None:
             raise ValueError(
-                f"cannot go on from {self.routing} to {routing} routing: {obstacle}; reset() the "
+                f"cannot switch from {self.routing} to {routing} routing: {obstacle}; reset() the "
                 "cache, or build it for that routing (evict=False keeps all keys)"
             )
 
@@ -230,7 +230,7 @@ class RegimeLayerCache(LayerCache):
 
     def _new_store(self, tokens: Tokens, in_order: bool = False) -> OrderedKeys | RegimeKeys:
         options: dict[str, Any] = {"window": self.window, "impl": self.impl}
-        # Lists grow and shrink as labels fall: what is exported keeps every key, in order.
+        # The sizes of lists depend on the labels, so an exported cache stores every key in order.
         if in_order or self.routing != "sparse" or torch.compiler.is_exporting():
             return OrderedKeys(self.config, routing=self.routing, **options)
         margin = self.crop_margin if self.evict else None
@@ -284,7 +284,7 @@ class RegimeCache(ModelCache[RegimeLayerCache]):
         windows: Sequence[float | None] | None = None,
         **options: Any,
     ):
-        """configs: one per layer, or one for `num_layers`; windows: likewise, None: none.
+        """configs: one per layer, or one for `num_layers` layers; windows: the same, None: none.
 
         options: those of `RegimeLayerCache`.
         """
@@ -306,7 +306,7 @@ class RegimeCache(ModelCache[RegimeLayerCache]):
         )
 
     def set_routing(self, routing: str) -> None:
-        """All layers or none."""
+        """Switches all layers or none."""
         for layer in self.layers:
             layer.check_set_routing(routing)
         for layer in self.layers:
@@ -322,12 +322,12 @@ def _check_routing(routing: str) -> None:
 
 
 def _traits(given: tuple[Any, ...]) -> tuple[Any, ...]:
-    """All that is checked about arguments but their values: equal ones need no second check."""
+    """Everything that is checked except values; if it is equal, the checks need not run again."""
     return tuple(
         (x.shape, x.dtype, x.device, x.requires_grad) if isinstance(x, Tensor) else x for x in given
     )
 
 
 def _grouped(routing: Any, dims: int = 3) -> Tensor:
-    """Labels [B, Gr, length], or probabilities [B, Gr, length, R], also where Gr was left out."""
+    """Labels [B, Gr, length] or probabilities [B, Gr, length, R], also if Gr was left out."""
     return routing if routing.dim() == dims else routing[:, None]

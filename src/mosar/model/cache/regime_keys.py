@@ -1,8 +1,8 @@
-"""Keys under sparse routing: lists by regime that forget what no later query can reach.
+"""Keys under sparse routing: lists by regime that drop keys which no later query can reach.
 
-One token goes straight into the lists, and one query a row reads one slice of each. A chunk is read
-where it stands together with the lists, by the sparse operator, until its queries have attended;
-then what is still in reach settles into the lists, and the rest never gets there.
+A single token goes straight into the lists, and one query per row reads one slice of each list. A
+chunk stays outside the lists until its queries have attended; the sparse operator reads it in
+place, together with the lists. Then the keys that are still in reach are added to the lists.
 
 Shapes: B rows, Hq query heads, Hkv key/value heads, Gr routing groups, T queries, S tokens,
 D head dim, R regimes, C classes (R, or R + 1 with sinks).
@@ -22,14 +22,14 @@ from mosar.kernels.plan import whole_reach
 from mosar.model.cache.regime_lists import EVICTED, HORIZON, LAST, SEEN, RegimeLists
 from mosar.model.cache.tokens import FAR, Tokens, attend_tokens, check_labels
 
-# Below this many pairs the dense reference is quicker than tiling with torch operators.
+# Below this many pairs, the dense reference is faster than tiling with torch operators.
 _FEW_PAIRS = 512 * 512
 
 
 class RegimeKeys:
-    """The lists of one layer, the chunk that has not settled, and attention over both.
+    """The lists of one layer, the chunk that is not in them yet, and attention over both.
 
-    margin: how many positions longer than it is in reach a key is kept; None: for ever.
+    margin: for how many positions a key is kept after it is out of reach; None: for ever.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class RegimeKeys:
 
     @property
     def lengths(self) -> Tensor:
-        """Valid tokens of each row, evicted ones included, [B]."""
+        """The number of valid tokens of each row, including evicted ones, [B]."""
         seen = self.lists.progress[:, SEEN].clone()
         return seen if self._chunk is None else seen + self._chunk.all_valid.sum(dim=1).cpu()
 
@@ -73,7 +73,7 @@ class RegimeKeys:
 
     @property
     def has_evicted(self) -> bool:
-        """Whether a key is gone that an earlier query could have read."""
+        """Whether a key was evicted that a query at an earlier position could read."""
         self.settle()
         return bool((self.lists.progress[:, EVICTED] >= 0).any())
 
@@ -84,7 +84,7 @@ class RegimeKeys:
         return self.lists.counts
 
     def append(self, tokens: Tokens) -> None:
-        """Takes the next tokens; a chunk waits for its queries."""
+        """Adds the next tokens; a chunk waits for its queries."""
         self.settle()
         if tokens.num_tokens == 1 and self._native:
             self._append_token(tokens)
@@ -112,7 +112,7 @@ class RegimeKeys:
                 margin=-1 if self.margin is None else self.margin,
             )
         except (ValueError, RuntimeError):
-            # The kernel checks values before it changes anything; here they are checked by name.
+            # The kernel checks values before it changes anything; this check names the argument.
             tokens.check_values(self.config, self.lists.progress[:, LAST])
             raise
 
@@ -137,7 +137,7 @@ class RegimeKeys:
         lists.append(chunk.k, chunk.v, classes, positions, chunk.slots, keep)
         lists.progress[:, SEEN] += valid.sum(dim=1)
         lists.progress[:, LAST] = last
-        # Only now: had memory run out above, the chunk would still be whole.
+        # Only now, so that the chunk is still complete if memory runs out above.
         self._chunk, self._room = None, 0
         lists.shrink()
 
@@ -183,21 +183,21 @@ class RegimeKeys:
             table = self._reach_RC, self._pair_table
             return decode.attend_token(q, flat, positions, state, *table, **options)
         except (ValueError, RuntimeError):
-            # The kernel checks values, and here they are named.
+            # The kernel checks values too; this check names the argument.
             self._check_queries(labels, self._positions(q, positions))
             raise
 
     def _attend_chunk(
         self, q: Tensor, labels: Tensor, positions: Tensor | None, **scores: Any
     ) -> tuple[Tensor, Tensor]:
-        """Any number of queries, by the sparse operator over what the lists and the chunk hold."""
+        """Attention of any number of queries over lists and chunk, by the sparse operator."""
         positions = self._positions(q, positions)
         self._check_queries(labels, positions)
         chunk, groups = self._chunk, self.groups
         shape, num_queries = q.shape, q.shape[2]
         keys = chunk
         if keys is None or self.lists.counts.any():
-            # Groups keep different keys: each becomes a row of its own.
+            # Groups hold different keys, so each group becomes a row.
             keys = self._gather(chunk)
             q, labels = _fold(q, groups), labels.reshape(-1, 1, num_queries)
             positions = positions.repeat_interleave(groups, dim=0)
@@ -211,7 +211,7 @@ class RegimeKeys:
         return out.reshape(shape), lse.reshape(shape[:-1])
 
     def _gather(self, chunk: Tokens | None) -> Tokens:
-        """What the lists and the chunk hold, each group as a row of its own."""
+        """The keys of the lists and of the chunk, with each group as a row."""
         keys, groups = self._listed(), self.groups
         if chunk is not None:
             new = (
@@ -227,14 +227,14 @@ class RegimeKeys:
         return Tokens(k, v, labels[:, None], positions=positions, valid=valid)
 
     def _listed(self, slots: int | None = None) -> list[Tensor]:
-        """What `RegimeLists.gather` gives, on one device and with labels instead of classes."""
+        """The result of `RegimeLists.gather` on one device, with labels instead of classes."""
         k, v, classes, *placement = self.lists.gather(slots)
-        # Sinks come first, and any regime will do for them.
+        # Sinks come first, and their regime does not matter.
         labels = classes.clamp_max(self.config.global_index)
         return [k, v, *(x.to(k.device) for x in (labels, *placement))]
 
     def _positions(self, q: Tensor, positions: Tensor | None) -> Tensor:
-        """Of the queries, [B, T]; by default they are the last tokens."""
+        """The positions of the queries, [B, T]; by default they are the last tokens."""
         if positions is not None:
             return positions
         rows, _, count, _ = q.shape
@@ -251,7 +251,7 @@ class RegimeKeys:
         return slots.expand(rows, -1)
 
     def _check_queries(self, labels: Tensor, positions: Tensor | None) -> None:
-        """Queries before the horizon would miss keys that have been evicted."""
+        """A ValueError for a query before the horizon, which would miss evicted keys."""
         check_labels("labels_q", labels, self.config)
         if positions is None or not can_check_values(positions):
             return
@@ -270,7 +270,7 @@ class RegimeKeys:
             )
 
     def ordered(self) -> Tokens:
-        """All tokens by slot."""
+        """All tokens, sorted by slot."""
         if self.has_evicted:
             raise ValueError(
                 "keys have been evicted, so the cache cannot give all of them back (evict=False "
@@ -284,10 +284,10 @@ class RegimeKeys:
         return Tokens(k, v, labels, positions=positions[::groups], valid=valid[::groups])
 
     def check_crop(self, length: int) -> None:
-        """Refuses to go back where the next query would miss keys that have been evicted."""
+        """A ValueError if the next query after the crop would miss evicted keys."""
         self.settle()
         if not length:
-            # Where nothing is left, nothing that was evicted can be missed.
+            # If no key is left, no evicted key can be missed.
             return
         lists = self.lists
         evicted = lists.progress[:, EVICTED]
@@ -303,7 +303,7 @@ class RegimeKeys:
             )
 
     def crop(self, length: int) -> None:
-        """Forgets the tokens from slot `length` on, which `check_crop` allows."""
+        """Drops the tokens from slot `length` on; call `check_crop` before."""
         self.lists.crop(length)
         self._slots, self._room = length, 0
 
@@ -314,18 +314,18 @@ class RegimeKeys:
 
 
 def _reach(config: MoSARConfig, window: int | None) -> tuple[Tensor, Tensor]:
-    """Largest whole distance per (regime, class), [R, C], and per class, [C], int32."""
+    """The largest integer distance per (regime, class), [R, C], and per class, [C], int32."""
     reach_RC = whole_reach(config, window)
     with torch.inference_mode(False):
         reach_C = reach_RC.amax(dim=0)
         if config.num_sinks:
-            # A window hides sinks too, but which keys are sinks must not change.
+            # A window also hides sinks, but it does not change which keys are sinks.
             reach_C[-1] = FAR
     return reach_RC, reach_C
 
 
 def _triton_serves(impl: str, x: Tensor) -> bool:
-    """Whether the GPU's kernels can read lists of, or with, a tensor; "triton" insists on it."""
+    """Whether the GPU kernels can read lists with such a tensor; "triton" raises if they cannot."""
     if impl != "triton" and (impl != "auto" or x.device.type != "cuda"):
         return False
     from mosar.kernels.triton import obstacle

@@ -1,9 +1,9 @@
 """Keys and values as one list per (row, routing group, class), in pages of one growing pool.
 
-A class is a regime, or the sinks as one more. Positions ascend in every list, so what a query may
-read of a class is one slice, and what no later query can read is at the front. A page holds the
-keys of one list; pages that a list leaves empty serve any other list. Nothing is copied when a list
-grows; when the pool runs out of pages it grows by an eighth.
+A class is a regime; sinks are one more class. Positions ascend in every list, so the keys of a
+class that a query may read are one slice, and keys that no later query can read are at the front. A
+page holds keys of one list; an empty page can be used by any list. Nothing is copied when a list
+grows. When the pool runs out of pages, it grows by an eighth.
 
     k_pool   [P, heads, D, page]   keys, transposed: a page's scores are sums of rows
     v_pool   [P, heads, page, D]
@@ -12,9 +12,9 @@ grows; when the pool runs out of pages it grows by an eighth.
     free     [1 + P]               how many pages are free, and which
     progress [B, 4]                tokens seen, last position, horizon, last evicted slot
 
-The slot of a token counts all tokens of its row, padding too. The horizon is the first query
-position that every evicted key is out of reach of. The pools are where the model is; all else is
-on the CPU, as the native kernels (csrc/lists.h) want it.
+The slot of a token is its index among all tokens of its row, including padding. The horizon is the
+first query position from which no evicted key can be reached. The pools are on the device of the
+model; everything else is on the CPU, as the native kernels (csrc/lists.h) require.
 
 Shapes: B rows, Gr routing groups, C classes, P pages, D head dim, S keys, N keys of all lists.
 """
@@ -34,20 +34,20 @@ _NO_PROGRESS = torch.tensor([[0, -1, 0, -1]])
 
 
 class StoredKeys(NamedTuple):
-    """All keys, list after list, each in its order; each field [N]."""
+    """All keys, list by list, in the order of each list; each field is [N]."""
 
     lists: Tensor
     """Index of the list."""
     page: Tensor
     at: Tensor
-    """Place in the page."""
+    """Place within the page."""
     row: Tensor
     position: Tensor
     slot: Tensor
 
 
 class RegimeLists:
-    """The lists of one layer; every method keeps them consistent or raises before changing one."""
+    """The lists of one layer; a method that raises has not changed any of them."""
 
     @outlives_inference_mode
     def __init__(
@@ -79,7 +79,7 @@ class RegimeLists:
 
     @property
     def counts(self) -> Tensor:
-        """Keys that are stored, [B, Gr, C] int64."""
+        """The number of stored keys, [B, Gr, C] int64."""
         lengths = (self.table[:, 1] - self.table[:, 0]).long()
         return lengths.view(self.rows, self.groups, self.classes)
 
@@ -89,7 +89,7 @@ class RegimeLists:
 
     @property
     def key_bytes(self) -> int:
-        """Bytes of one key, its value, position and slot in one group."""
+        """Bytes of one key with its value, position and slot, in one group."""
         _, heads, dim, _ = self.k_pool.shape
         return 2 * heads * dim * self.k_pool.element_size() + 8
 
@@ -100,7 +100,7 @@ class RegimeLists:
         return StoredKeys(lists, page, at, lists // (self.groups * self.classes), position, slot)
 
     def _places(self, begin: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """List, page and place in it of so many keys of each list, from `begin` on."""
+        """List, page and place of the given number of keys of each list, from `begin` on."""
         lists = torch.repeat_interleave(counts)
         start = counts.cumsum(0) - counts
         place = torch.arange(len(lists)) - start[lists] + begin[lists]
@@ -116,7 +116,7 @@ class RegimeLists:
         slots: Tensor,
         keep: Tensor,
     ) -> None:
-        """Adds the kept ones of k, v [B, Hkv, S, D] to the ends of their lists.
+        """Adds k, v [B, Hkv, S, D], where `keep` is True, to the ends of their lists.
 
         classes, keep [B, Gr, S] (on the CPU), positions [B, S], slots [S].
         """
@@ -139,14 +139,14 @@ class RegimeLists:
 
     @outlives_inference_mode
     def evict(self, limits: Tensor, reach: Tensor) -> None:
-        """Drops the keys that a query at limits [B] cannot reach any more; reach [C] int64."""
+        """Drops the keys that a query at limits [B] can no longer reach; reach [C] int64."""
         keys = self.stored_keys()
         out_of_reach = keys.position + reach[keys.lists % self.classes] + 1
         dead = out_of_reach <= limits[keys.row]
         if not dead.any():
             return
         self.note_eviction(keys.row[dead], out_of_reach[dead], keys.slot[dead])
-        # The dead ones of a list are its first ones.
+        # The keys to drop are the first ones of a list.
         self.table[:, 0] += torch.bincount(keys.lists[dead], minlength=len(self.table)).int()
         for index in (self.table[:, 0] >= PAGE).nonzero()[:, 0].tolist():
             entry = self.table[index]
@@ -156,7 +156,7 @@ class RegimeLists:
             entry[:2] -= emptied * PAGE
 
     def note_eviction(self, row: Tensor, out_of_reach: Tensor, slot: Tensor) -> None:
-        """Remembers that keys of these rows [N] are gone, and from which query position on."""
+        """Records that keys of these rows [N] were evicted, and the new horizon."""
         for column, values in ((HORIZON, out_of_reach), (EVICTED, slot)):
             self.progress[:, column] = self.progress[:, column].scatter_reduce(
                 0, row, values, "amax"
@@ -180,12 +180,12 @@ class RegimeLists:
         for index in (after < before).nonzero()[:, 0].tolist():
             self._give_back(self.table[index, 2 + int(after[index]) : 2 + int(before[index])])
         if not length:
-            # Where nothing is left, nothing that was evicted can be missed.
+            # If no key is left, no evicted key can be missed.
             self.progress[:] = _NO_PROGRESS
         self.shrink()
 
     def last_positions(self, length: int) -> Tensor:
-        """The last position before slot `length` of each row, -1 where no key is left, [B]."""
+        """The last position before slot `length` of each row, -1 if no key is left, [B]."""
         keys = self.stored_keys()
         kept = keys.slot < length
         nothing = torch.full((self.rows,), -1)
@@ -193,14 +193,14 @@ class RegimeLists:
 
     @outlives_inference_mode
     def select_rows(self, rows: Tensor) -> None:
-        """Rows [B'] become the rows; one that is taken again is copied, one not taken is freed."""
+        """Selects rows [B']; repeated rows are copied, rows that are not selected are freed."""
         per_row = self.groups * self.classes
         first = torch.full((self.rows,), -1)
         for new, old in reversed(list(enumerate(rows.tolist()))):
             first[old] = new
         again = first[rows] != torch.arange(len(rows))
         used = _pages(self.table[:, 1]).view(-1, per_row).sum(dim=1)
-        # Give back first: the copies may use what is free.
+        # Free pages first, because the copies can use them.
         for old in (first < 0).nonzero()[:, 0].tolist():
             for entry in self.table[old * per_row : (old + 1) * per_row]:
                 self._give_back(entry[2 : 2 + int(_pages(entry[1]))])
@@ -220,8 +220,8 @@ class RegimeLists:
     def gather(self, slots: int | None = None) -> tuple[Tensor, ...]:
         """All keys in the order of their slots; with `slots`, each in the column of its slot.
 
-        k and v [B * Gr, heads, S, D], zeros where nothing is; classes, positions and valid
-        [B * Gr, S] on the CPU.
+        k and v [B * Gr, heads, S, D], with zeros where there is no key; classes, positions and
+        valid [B * Gr, S] on the CPU.
         """
         keys = self.stored_keys()
         order = torch.argsort(keys.lists // self.classes * (1 << 32) + keys.slot)
@@ -246,7 +246,7 @@ class RegimeLists:
 
     @outlives_inference_mode
     def reserve(self, pages: int, width: int = 0) -> None:
-        """Grows the pool until `pages` are free, and the table to `width` pages a list."""
+        """Grows the pool until `pages` are free, and the table to `width` pages per list."""
         missing = pages - int(self.free[0])
         if missing > 0:
             total = self.k_pool.shape[0]
@@ -258,12 +258,12 @@ class RegimeLists:
             self.table = grown
 
     def make_room(self) -> None:
-        """For one more token in every list."""
+        """Makes room for one more token in every list."""
         self.reserve(self.rows * self.groups, int(self.table[:, 1].max()) // PAGE + 1)
 
     @outlives_inference_mode
     def shrink(self) -> None:
-        """Returns memory where far more pages are free than growing would have left."""
+        """Returns memory if far more pages are free than after growing."""
         total, used = self.k_pool.shape[0], self.k_pool.shape[0] - int(self.free[0])
         if total <= size_with_reserve(used) + used // 8:
             return
@@ -273,11 +273,11 @@ class RegimeLists:
         self._resize(size_with_reserve(used), pages)
 
     def _resize(self, total: int, pages: Tensor) -> None:
-        """A pool of `total` pages that starts with these ones; what was free stays free."""
+        """A pool of `total` pages that starts with these pages; free pages stay free."""
         kept = len(pages)
         free = self.free[1 : 1 + int(self.free[0])] if kept == self.k_pool.shape[0] else None
         new = torch.arange(kept, total, dtype=torch.int32)
-        # The pages that are used first lie on top.
+        # The pages that will be used first are on top.
         stack = new.flip(0) if free is None else torch.cat([new.flip(0), free])
         for name in ("k_pool", "v_pool", "marks"):
             old = getattr(self, name)
@@ -290,7 +290,7 @@ class RegimeLists:
         self.free[1 : 1 + len(stack)] = stack
 
     def _take_pages(self, before: Tensor, after: Tensor) -> None:
-        """Gives each list the pages from `before` to `after` [lists]."""
+        """Gives each list the pages from index `before` to index `after` [lists]."""
         counts = after - before
         self.reserve(int(counts.sum()), int(after.max()))
         lists = torch.repeat_interleave(counts)
@@ -310,10 +310,10 @@ class RegimeLists:
 
 
 def size_with_reserve(pages: int) -> int:
-    """The size of a pool that needs so many pages: an eighth more, so that growing stays rare."""
+    """The size of a pool for this many pages: an eighth more, so that it rarely has to grow."""
     return pages + max(4, pages // 8)
 
 
 def _pages(end: Tensor) -> Tensor:
-    """How many pages a list with this end has."""
+    """The number of pages of a list with this end."""
     return (end + PAGE - 1) // PAGE

@@ -1,4 +1,4 @@
-"""Tokens on their way into a cache or out of it, and what is checked about them, by name.
+"""The tokens that go into or come out of a cache, and their checks; errors name the argument.
 
 Shapes: B rows, Hkv key/value heads, Gr routing groups, S tokens, D head dim, R regimes.
 """
@@ -26,7 +26,7 @@ class Tokens(NamedTuple):
     """[B, Hkv, S, D], post-positional, unexpanded."""
     v: Tensor
     labels: Any = None
-    """[B, Gr, S] int64, a sink's may be any; None where there are no regimes."""
+    """[B, Gr, S] int64, any value for sinks; None if there are no regimes."""
     pi: Tensor | None = None
     """[B, Gr, S, R], under soft routing."""
     positions: Tensor | None = None
@@ -34,9 +34,9 @@ class Tokens(NamedTuple):
     valid: Tensor | None = None
     """[B, S] bool; None: all."""
     first_slot: int = 0
-    """How many tokens came before."""
+    """The number of tokens before these."""
     notes: Tensor | None = None
-    """[B, E, S], what a geometry notes of each token besides k and v."""
+    """[B, E, S], other numbers that a geometry stores for each token besides k and v."""
 
     @property
     def num_tokens(self) -> int:
@@ -63,10 +63,10 @@ class Tokens(NamedTuple):
         return some.expand(self.k.shape[0], self.num_tokens)
 
     def check_values(self, config: MoSARConfig, last_positions: Tensor) -> None:
-        """Labels must be regimes, positions must not fall below those before, [B]."""
+        """Checks that labels are regimes and that positions do not fall below those before, [B]."""
         if is_traced():
             return
-        # Bookkeeping is on the CPU, so that they have to be read there anyway.
+        # Bookkeeping is on the CPU, so they are read there anyway.
         labels, all_positions, all_valid = (
             x.cpu() for x in (self.labels, self.all_positions, self.all_valid)
         )
@@ -99,9 +99,9 @@ def attend_tokens(
     routing: str,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Queries [B, Hq, T, D] at positions [B, T] over keys: output and log-sum-exp.
+    """Output and log-sum-exp of queries [B, Hq, T, D] at positions [B, T] over keys.
 
-    choice: labels [B, Gr, T], or probabilities [B, Gr, T, R] where the keys have theirs.
+    choice: labels [B, Gr, T], or probabilities [B, Gr, T, R] if the keys have probabilities.
     """
     if not keys.num_tokens:
         wide = torch.promote_types(q.dtype, torch.float32)
@@ -116,7 +116,7 @@ def attend_tokens(
 
 
 def check_labels(name: str, labels: Tensor, config: MoSARConfig) -> None:
-    """Every label must be the index of a regime."""
+    """A ValueError unless every label is the index of a regime."""
     if labels.numel() and can_check_values(labels):
         low, high = (int(x) for x in torch.aminmax(labels))
         if low < 0 or high >= config.num_regimes:
@@ -128,7 +128,7 @@ def check_labels(name: str, labels: Tensor, config: MoSARConfig) -> None:
 def check_heads(
     name: str, x: object, wanted: tuple[int | None, ...], device: torch.device | None
 ) -> None:
-    """x must be [B, heads, length, D] as wanted (None: any), floats without gradient."""
+    """Checks that x is [B, heads, length, D] with these sizes (None: any), floats, no gradient."""
     if not isinstance(x, Tensor):
         raise ValueError(f"{name} must be a tensor, got {type(x).__name__}")
     fits = x.dim() == 4 and 0 not in x.shape
@@ -141,10 +141,10 @@ def check_heads(
     if device is not None and x.device != device:
         raise ValueError(f"{name} must be on the device of the cache, {device}, got {x.device}")
     if x.device.type == "meta":
-        raise ValueError(f"{name} is on the meta device, of which a cache has nothing to keep")
+        raise ValueError(f"{name} is on the meta device; a cache cannot store it")
     if x.requires_grad:
         raise ValueError(
-            f"{name} requires a gradient, which no cache keeps; call the model under "
+            f"{name} requires a gradient, which a cache cannot store; call the model under "
             "torch.no_grad() or torch.inference_mode()"
         )
 
@@ -152,9 +152,9 @@ def check_heads(
 def check_routing(
     name: str, routing: object, like: Tensor, groups: int | None, regimes: int | None = None
 ) -> None:
-    """Labels [B, length] or [B, Gr, length] of `like` [B, heads, length, D], integers.
+    """Checks integer labels [B, length] or [B, Gr, length] of `like` [B, heads, length, D].
 
-    With `regimes`, probabilities [..., R] instead, float32 or float64.
+    With `regimes`, checks probabilities [..., R] in float32 or float64 instead.
     """
     if not isinstance(routing, Tensor):
         raise ValueError(f"{name} must be a tensor, got {type(routing).__name__}")
@@ -182,7 +182,7 @@ def check_routing(
 
 
 def check_grid(name: str, x: Tensor | None, like: Tensor, *, of_bool: bool = False) -> None:
-    """x must be None or [B, length] of `like` [B, heads, length, D], of integers or of bool."""
+    """Checks that x is None or [B, length] of `like` [B, heads, length, D], integers or bool."""
     if x is None:
         return
     batch, _, length, _ = like.shape
