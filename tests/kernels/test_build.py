@@ -24,7 +24,7 @@ from processes import finish, start
 
 KEPT = [".lock", ".sha256", ".so"]
 BUILDING = "mosar: compiling its CPU kernels once"
-SLOWER = "mosar runs on torch operators alone"
+SLOWER = "mosar uses only torch operators"
 FIRST_USE = """
 import sys
 import torch
@@ -183,7 +183,7 @@ def replaceable_above(folder):
             r"\(it belongs to someone else\)",
             marks=pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away"),
         ),
-        (writable, r"\(others can write it\)"),
+        (writable, r"\(others can write to it\)"),
         (replaceable, r"\(others can replace it in .*all\)"),
         (replaceable_above, r"\(others can replace it in .*\)"),
     ],

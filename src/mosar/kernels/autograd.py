@@ -1,10 +1,10 @@
 """What the native and the Triton operators of attention share: kinds of bias, shapes, autograd.
 
-The operator takes q, k, v, pi_q, pi_k and more, and returns output, log-sum-exp and softmax
-(maximum and sum). The backward one takes dout, dlse, output, softmax and the same inputs, and
-returns dq, dk, dv, dpi_q, dpi_k; the last two are empty without pi_q and pi_k. Where it can
-differentiate a bias by distance too, it takes which parts of it before the inputs, as bits, and
-returns their gradients after the others, empty where they are not asked for.
+The forward operator takes q, k, v, pi_q, pi_k and more. It returns output, log-sum-exp and softmax
+(maximum and sum). The backward operator takes dout, dlse, output, softmax and the same inputs. It
+returns dq, dk, dv, dpi_q, dpi_k; the last two are empty without pi_q and pi_k. If it can also
+differentiate a bias by distance, it takes one more argument before the inputs: bits that say which
+parts of the bias to differentiate. Their gradients follow the others; the rest is empty.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ NONE, GEOMETRY, WORTH, TABLE = range(4)
 
 
 def register_attention(name: str, *, impl: str, bias_inputs: tuple[int, ...] = ()) -> None:
-    """Tells torch shapes and derivatives of `mosar::{name}` and of `mosar::{name}_backward`.
+    """Registers shapes and derivatives of `mosar::{name}` and `mosar::{name}_backward` with torch.
 
-    bias_inputs: the places of those inputs of a bias by distance that can be learned.
+    bias_inputs: the indices of the inputs of a bias by distance that can be learned.
     """
     forward, backward = f"mosar::{name}", f"mosar::{name}_backward"
     backward_op = getattr(torch.ops.mosar, f"{name}_backward")
@@ -76,7 +76,7 @@ def _fake_attend(q, *inputs):
 
 
 def _fake_backward_of_bias(bias_inputs, dout, dlse, out, softmax, learned, *inputs):
-    """The same, and the gradients of the parts of the bias that `learned` has bits for."""
+    """The same, and the gradients of the parts of the bias whose bits `learned` has."""
     parts = [
         inputs[place].new_empty(inputs[place].shape if learned >> bit & 1 else (0,))
         if inputs[place] is not None

@@ -1,8 +1,8 @@
-"""Compiles csrc/ on first use and keeps the result, one per source, torch, compiler and CPU.
+"""Compiles csrc/ on first use and caches the result, one per source, torch, compiler and CPU.
 
-The library is written aside and renamed, under a lock: several processes that start together build
-once and none ever sees half a file. Its checksum lies beside it: loading a file that a full disk or
-a crash cut short would kill the process, so such a file is built anew.
+The library is written to a temporary file and renamed, under a lock: several processes that start
+together build it once, and none sees half a file. Its checksum is stored beside it. Loading a file
+that a full disk or a crash cut short would kill the process, so such a file is built again.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _FLAGS = (
     "-shared",
     "-fno-math-errno",
     "-fno-trapping-math",
-    # The oldest torch whose stable interface has all that the binding calls.
+    # The oldest torch whose stable interface has everything that the binding calls.
     "-DTORCH_TARGET_VERSION=0x020a000000000000",
 )
-# What the compiler may use of a CPU, and the flags /proc/cpuinfo shows where it can be run.
+# Instruction sets for the compiler, and the flags in /proc/cpuinfo of a CPU that can run them.
 _MACHINES = {
     "native": ("-march=native", ()),
     "portable": ("-march=x86-64", ("sse2",)),
@@ -49,9 +49,9 @@ class NativeBuildError(RuntimeError):
 
 @lru_cache
 def load_library(isa: str = "native") -> Path:
-    """Path of the library compiled for an instruction set, building it if need be.
+    """The path of the library compiled for an instruction set; builds it if necessary.
 
-    `isa` is "native", all that this CPU has, or one of `instruction_sets()`. Raises
+    `isa` is "native" (everything that this CPU has) or one of `instruction_sets()`. Raises
     NativeBuildError.
     """
     compiler = find_compiler()
@@ -67,7 +67,7 @@ def load_library(isa: str = "native") -> Path:
 
 
 def instruction_sets() -> list[str]:
-    """The instruction sets that this CPU runs, from the narrowest to the widest."""
+    """The instruction sets that this CPU can run, from the narrowest to the widest."""
     flags = set(_cpu_flags().split())
     return [isa for isa, (_, needed) in _MACHINES.items() if needed and flags.issuperset(needed)]
 
@@ -83,7 +83,7 @@ def find_compiler() -> str | None:
 def compile_library(
     compiler: str, target: Path, extra_flags: tuple[str, ...] = (), *, isa: str = "native"
 ) -> None:
-    """Compiles the sources to `target`, which appears whole or not at all."""
+    """Compiles the sources to `target`, which appears completely or not at all."""
     torch_folder = Path(torch.__file__).parent
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         result = Path(folder) / target.name
@@ -121,7 +121,7 @@ def _is_whole(target: Path) -> bool:
 
 
 def cache_folder() -> Path:
-    """Where compiled libraries are kept: the user's cache, else a temporary folder."""
+    """The folder for compiled libraries: in the user's cache, else a temporary folder."""
     base = os.environ.get("XDG_CACHE_HOME")
     home = Path(base) if base else Path.home() / ".cache"
     user = str(os.getuid()) if hasattr(os, "getuid") else "user"
@@ -129,7 +129,7 @@ def cache_folder() -> Path:
     for folder in (home / "mosar", Path(tempfile.gettempdir()) / f"mosar-{user}"):
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            # Links on the way are followed here, once: nobody can turn them round later.
+            # Links in the path are resolved once, here, so that nobody can redirect them later.
             folder = folder.parent.resolve() / folder.name
             if not os.access(folder, os.W_OK | os.X_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
@@ -141,12 +141,12 @@ def cache_folder() -> Path:
             refused.append(f"{folder} ({error.strerror})")
     raise NativeBuildError(
         f"compiled kernels cannot be kept in {' or '.join(refused)}; "
-        "set XDG_CACHE_HOME to a folder that only you can write"
+        "set XDG_CACHE_HOME to a folder that only you can write to"
     )
 
 
 def _danger(folder: Path) -> str | None:
-    """How someone else could put a library into `folder`, as anyone can in a temporary folder."""
+    """How someone else could put a library into `folder`; None if nobody can."""
     if not hasattr(os, "getuid"):
         return None
     status = folder.lstat()
@@ -155,9 +155,9 @@ def _danger(folder: Path) -> str | None:
     if status.st_uid != os.getuid():
         return "it belongs to someone else"
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return "others can write it"
+        return "others can write to it"
     for parent in folder.parents:
-        # The sticky bit keeps others from renaming our folder and putting theirs in its place.
+        # With the sticky bit, others cannot rename our folder and put theirs in its place.
         mode = parent.stat().st_mode
         if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
             return f"others can replace it in {parent}"
@@ -188,7 +188,7 @@ def _cpu_flags() -> str:
 def _locked(path: Path) -> Iterator[None]:
     try:
         import fcntl
-    except ImportError:  # no file locks on this system: the rename alone keeps the file whole
+    except ImportError:  # This system has no file locks; the rename alone keeps the file complete.
         yield
         return
     with path.open("w") as file:

@@ -1,7 +1,7 @@
-"""The regime KV cache in C++: append a token a row, and attend with one query a row.
+"""The regime KV cache in C++: append one token per row, and attend with one query per row.
 
-A cache's state is six tensors (`mosar.model.cache.regime_lists` owns them and says what they hold):
-k_pool, v_pool, table, marks, free, progress. See csrc/lists.h and csrc/decode.h.
+The state of a cache is six tensors: k_pool, v_pool, table, marks, free, progress.
+`mosar.model.cache.regime_lists` owns and describes them. See csrc/lists.h and csrc/decode.h.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ State = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def can_serve(impl: str, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether these kernels serve a cache, or torch operators; "native" is refused where not."""
+    """Whether these kernels can serve a cache; if not, "native" is a ValueError."""
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl must be one of {IMPLEMENTATIONS}, got {impl!r}")
     if impl in ("tiled", "triton"):
@@ -52,8 +52,8 @@ def append_token(
 ) -> int:
     """Stores k, v [B, Hkv, 1, D] of labels [B, Gr] and evicts, in place.
 
-    reach [C]: how far the farthest-looking query reads each class; margin: keys are kept that much
-    longer, below 0 for ever. Returns how many more tokens surely fit before the state must grow.
+    reach [C]: how far any query can read each class; margin: keys are kept for this many more
+    positions, below 0 for ever. Returns how many more tokens fit before the state must grow.
     """
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.mosar.cache_append.default(
@@ -74,10 +74,10 @@ def attend_token(
     softcap: float | None,
     config: MoSARConfig,
 ) -> tuple[Tensor, Tensor]:
-    """q [B, Hq, 1, D] of labels [B, Gr] over the lists; output in the dtype of q, and log-sum-exp.
+    """Output and log-sum-exp of q [B, Hq, 1, D] with labels [B, Gr] over the lists.
 
-    reach [R, C], geometry as `pair_table` gives it; position: of every row where there are no
-    positions [B, 1].
+    The output has the dtype of q. reach [R, C]; geometry is the result of `pair_table`; position:
+    the position of every row if no positions [B, 1] are given.
     """
     k_pool, v_pool, table, marks, _, progress = state
     with torch._C._AutoDispatchBelowAutograd():
@@ -102,7 +102,7 @@ def attend_token(
 
 
 def pair_table(config: MoSARConfig) -> Tensor:
-    """Plateau and 1 / transition per (regime, class), [R, C, 2], a column more for sinks."""
+    """Plateau and 1 / transition per (regime, class), [R, C, 2], with one more column for sinks."""
     return native._geometry(config)
 
 

@@ -1,9 +1,9 @@
 """RMSNorm and GeGLU as single passes, with gradients: in C++ for float32 on the CPU, else in torch.
 
-    rms_norm   x / sqrt(mean(x^2) + eps) * (1 + w), in float32 at least, in the dtype of x
-    geglu      gelu(gate) * up, the tanh form of GELU
+    rms_norm   x / sqrt(mean(x^2) + eps) * (1 + w), computed in float32 or wider
+    geglu      gelu(gate) * up, with the tanh form of GELU
 
-With g the gradient of the output of rms_norm, r = 1 / sqrt(mean(x^2) + eps) and u = g (1 + w):
+Let g be the gradient of the output of rms_norm, r = 1 / sqrt(mean(x^2) + eps), u = g (1 + w):
 
     dw = sum(g x r)       dx = r (u - x r^2 mean(u x))
 """
@@ -21,7 +21,7 @@ from mosar.kernels.native import native_obstacle
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., C] normalised over its last dimension, weight [C] counted from 1."""
+    """x [..., C] normalised over its last dimension; a weight [C] of 0 is a factor of 1."""
     return _RMSNorm.apply(x, weight, eps)  # pyright: ignore[reportReturnType]
 
 
@@ -33,7 +33,7 @@ def geglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _serves(*tensors: Tensor) -> bool:
-    """Whether the native passes can take these; torch.compile fuses plain formulas by itself."""
+    """Whether the native passes can take these; torch.compile fuses the plain formulas itself."""
     return (
         not is_traced()
         and all(t.device.type == "cpu" and t.dtype == torch.float32 for t in tensors)

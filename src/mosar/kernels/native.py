@@ -1,8 +1,8 @@
 """Attention on the CPU in C++: the operators `torch.ops.mosar.*`, their autograd, their callers.
 
-The sources in csrc/ are compiled on first use for this CPU and this torch (see `build.py`). All
-arithmetic is float32; bfloat16 and float16 inputs are widened on the way in and narrowed on the way
-out. Everything that decides which pairs exist is in the plan.
+The sources in csrc/ are compiled on first use for this CPU and this torch (see `build.py`). The
+kernels compute in float32; bfloat16 and float16 inputs are converted to it, and outputs back. The
+plan alone decides which pairs exist.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from mosar.kernels.build import NativeBuildError, load_library
 from mosar.kernels.plan import Plan, PlanInput, dense_plan_input, sparse_plan_input
 from mosar.kernels.tables import cached_table, gate_table, has_table, routing_with_sinks
 
-# As in csrc/attention.h: entries before and after each table row, so that vector loads stay inside.
+# As in csrc/attention.h: padding before and after each table row, so that vector loads stay inside.
 _TABLE_PAD = 32
-# Stands for -inf in tables: exp2 of it is 0, and sums of it stay finite.
+# Used in tables instead of -inf: exp2 of it is 0, and sums of it stay finite.
 _NEVER = -1e30
-# A plateau that no distance leaves.
+# A plateau longer than any distance.
 _BOUNDLESS = float(torch.iinfo(torch.int32).max)
-# Where no gate is computed.
+# The arguments of calls that compute no gate.
 _NO_GATE = Gate(0.0, 2.0)
-# Where `attend` takes a table, slopes and biases of keys; as bits, 1, 2 and 4.
+# The inputs of `attend` for a table, slopes and biases of keys; as bits: 1, 2 and 4.
 _BIAS_INPUTS = (14, 15, 16)
-# Up to this many keys sparse routing takes the dense pass with hard gates (docs/log.md has the
-# measurement).
+# Up to this many keys, sparse routing uses the dense pass with hard gates (measured in
+# docs/log.md).
 _FEW_KEYS = 384
 
 
@@ -59,7 +59,7 @@ def build_native_plan(plan_input: PlanInput) -> Plan:
 
 
 def _dense_plan(layout: Layout) -> Plan:
-    """The plan of all existing pairs; the ordinary one is the same for every layer and step."""
+    """The plan of all existing pairs; the ordinary one is cached for all layers and steps."""
     if not layout.is_ordinary or is_traced():
         return build_native_plan(dense_plan_input(layout))
     queries, keys = layout.query_positions.shape[1], layout.key_positions.shape[1]
@@ -92,7 +92,8 @@ def attend(
     gates, epsilon = _gates, config.epsilon
     if isinstance(bias, LabelBias):
         if bias.ends_at_reach:
-            # So short a context is nearly full: one dense pass whose gates end there is quicker.
+            # The support of such a short context is nearly full, so one dense pass with gates that
+            # end at the reach is faster.
             if not (tabled and _is_short(k.shape[2])):
                 plan = build_native_plan(sparse_plan_input(bias.query, bias.key, config, layout))
                 table = _log_gates(config) if config.exponent != 2 and tabled else None
@@ -129,12 +130,12 @@ def attend_runs(
     softcap: float | None,
     key_bias: Tensor | None = None,
 ) -> Tensor:
-    """Attention in which each query reads some runs of keys alone, [B, H, T, D].
+    """Attention in which each query reads only some runs of keys, [B, H, T, D].
 
-    first, end [B, K or H, T, C]: run c of a query is the keys [first, end) of the row, none where
-    they are equal. Runs of a query must not overlap; queries that stand together should have run c
-    in about the same place, since they read from the first of its keys to the last. key_bias
-    [B, H, S] is added to every pair of a key; it takes one run per query.
+    first, end [B, K or H, T, C]: run c of a query is the keys [first, end) of the row; it is empty
+    if they are equal. Runs of a query must not overlap. Neighbouring queries should have run c in
+    about the same place, because a tile reads from its first key to its last. key_bias [B, H, S] is
+    added to every pair of a key; it needs one run per query.
     """
     load_operators()
     batch, groups, queries, classes = first.shape
@@ -183,10 +184,10 @@ def attend_alike(
     scale: float,
     softcap: float | None,
 ) -> tuple[Tensor, int]:
-    """Attention to the earlier keys of a query's own label; to its own key where there are none.
+    """Attention to the earlier keys of a query's own label, or to its own key if there are none.
 
-    The queries are the last T of the keys; labels_q [B, H, T] and labels_k [B, H, S] < num_labels,
-    and k, v have as many heads. Returns [B, H, T, D], and the pairs with the queries' own keys.
+    The queries belong to the last T keys; labels_q [B, H, T] and labels_k [B, H, S] < num_labels,
+    and k, v have as many heads. Returns [B, H, T, D] and the number of pairs, own keys included.
     """
     load_operators()
     batch, heads, queries = labels_q.shape
@@ -207,7 +208,7 @@ def attend_alike(
     )
     label = plan.source.labels_q.long().gather(1, plan.query_order.long())
     lo, hi = (x.masked_fill(~own[label], 0) for x in (plan.run_lo, plan.run_hi))
-    # Its own key is the last of a query's run.
+    # A query's own key is the last one of its run.
     earlier = torch.where(hi - lo > 1, hi - 1, hi)
     plan = replace(plan, run_lo=lo, run_hi=earlier)
     options = {"scale": scale, "softcap": softcap or 0.0, "groups": heads}
@@ -227,7 +228,7 @@ def choice_gradient(
     scale: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """As `mosar.core.choice_gradient`, in one pass over the keys."""
+    """The same as `mosar.core.choice_gradient`, in one pass over the keys."""
     config, batch = bias.config, len(q)
     if not has_table(config):
         return core_choice_gradient(
@@ -261,14 +262,14 @@ def choice_gradient(
 
 @cached_table
 def _gates_by_distance(config: MoSARConfig) -> Tensor:
-    """Hard gates, [length, R, C]: all that a pair at one distance can ask for stands together."""
+    """Hard gates, [length, R, C]: all gates of one distance are next to each other."""
     gate_RCd = gate_table(config)
     beyond = torch.arange(gate_RCd.shape[2]) > class_reach(config)[..., None]
     return gate_RCd.masked_fill(beyond, 0.0).permute(2, 0, 1).contiguous()
 
 
 def _is_short(num_keys: int) -> bool:
-    """Not of a length that torch.compile or torch.export leaves open: no graph is bound by it."""
+    """Whether a length is short; False for a symbolic length, so that no graph depends on it."""
     if not torch.compiler.is_compiling():
         return num_keys <= _FEW_KEYS
     from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -330,7 +331,7 @@ def _run(
     if trains or is_traced():
         out, lse, _ = torch.ops.mosar.attend(*arguments)
     else:
-        # Straight to the kernel: the autograd layer alone takes as long as a hundred tokens.
+        # Call the kernel directly: the autograd layer alone takes as long as a hundred tokens.
         with torch._C._AutoDispatchBelowAutograd():
             out, lse, _ = torch.ops.mosar.attend(*arguments)
     return out.to(q.dtype), lse
@@ -345,11 +346,12 @@ def _identity(num_regimes: int) -> Tensor:
 def _geometry(config: MoSARConfig) -> Tensor:
     """(plateau, 1 / transition) per (label, class), [R, C, 2] float64.
 
-    Boundless pairs are all plateau; a step (transition 0) falls after its last whole distance.
+    Pairs without a limit are all plateau; a step (transition 0) falls after its last integer
+    distance.
     """
     pairs = pair_geometry(config)
     plateau = torch.where(pairs.transition == 0, pairs.plateau.floor(), pairs.plateau)
-    # The kernels multiply by it in float32, where 1e30 is as good as infinite.
+    # The kernels multiply by it in float32, where 1e30 acts like infinity.
     inverse = 1 / pairs.transition.clamp_min(1e-30)
     table = torch.stack([plateau.clamp_max(_BOUNDLESS), inverse], dim=-1)
     boundless = torch.tensor([_BOUNDLESS, 0.0], dtype=table.dtype)
@@ -361,13 +363,13 @@ def _geometry(config: MoSARConfig) -> Tensor:
 
 @cached_table
 def _gates(config: MoSARConfig) -> Tensor:
-    """Gates by distance per (regime, column), padded, [R * C, length]; constant past its end."""
+    """Gates by distance per (regime, column), padded, [R * C, length]; constant past the end."""
     return _padded(gate_table(config).flatten(0, 1))
 
 
 @cached_table
 def _hard_gates(config: MoSARConfig) -> Tensor:
-    """The gates with 0 beyond the reach: worth 0 means that the pair does not exist."""
+    """The gates with 0 beyond the reach; a pair of worth 0 does not exist."""
     gates = _gates(config)
     distances = torch.arange(gates.shape[1]) - _TABLE_PAD
     return gates.masked_fill(distances > class_reach(config).reshape(-1, 1), 0.0)
@@ -405,9 +407,10 @@ def _fake_plan(labels_q, classes_k, pos_q, pos_k, floor_q, valid_k, reach):
 
 
 def _constant_in_graphs(function: Any) -> Any:
-    """torch.compile calls it and traces nothing of it.
+    """A function that torch.compile calls without tracing it.
 
-    As torch.compiler.assume_constant_result, which imports torch._dynamo: as long as torch itself.
+    Like torch.compiler.assume_constant_result, but without the import of torch._dynamo, which takes
+    as long as that of torch itself.
     """
     function._dynamo_marked_constant = True
     return function
@@ -415,7 +418,7 @@ def _constant_in_graphs(function: Any) -> Any:
 
 @_constant_in_graphs
 def native_obstacle() -> str | None:
-    """Why the native kernels cannot be had on this machine, said once; None where they can."""
+    """Why the native kernels are not available on this machine, or None; it warns once."""
     return _native_obstacle()
 
 
@@ -424,16 +427,14 @@ def _native_obstacle() -> str | None:
     try:
         load_operators()
     except (NativeBuildError, OSError) as error:
-        warnings.warn(
-            f"mosar runs on torch operators alone, which is slower: {error}", stacklevel=2
-        )
+        warnings.warn(f"mosar uses only torch operators, which is slower: {error}", stacklevel=2)
         return str(error)
     return None
 
 
 @_constant_in_graphs
 def load_operators() -> None:
-    """Builds and loads the library once per process and registers what torch must know of it."""
+    """Builds and loads the library once per process, and registers shapes and gradients."""
     _load_operators()
 
 

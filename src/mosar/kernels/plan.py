@@ -1,13 +1,13 @@
-"""Sort by regime: from labels to a plan that says which keys each query reads, without any n x n.
+"""Sort by regime: a plan that says which keys each query reads, without any n x n tensor.
 
-Keys are sorted by (class, position) and queries by (label, position), stably. What a query may
-read of one key class is then one run [lo, hi) of the sorted keys: R runs per query are the whole
-support. A tile of neighbouring queries of one label reads, per class, the run from its first lo to
-its last hi.
+Keys are sorted by (class, position) and queries by (label, position), stably. Then the keys of one
+class that a query may read are one run [lo, hi) of the sorted keys, and R runs per query are the
+whole support. A tile of neighbouring queries of one label reads, for each class, the keys from its
+first lo to its last hi.
 
-A class is a regime, or the sinks as one more; a plan of one label and one class is dense causal
-attention. Padding is left out of the sort, segments are laid end to end, a window shortens every
-reach: so the runs alone decide which pairs exist, and nothing downstream masks by position.
+A class is a regime; sinks are one more class. A plan of one label and one class is dense causal
+attention. Padding is left out of the sort, segments are placed end to end, and a window shortens
+every reach. So only the runs decide which pairs exist, and nothing downstream masks by position.
 
 Shapes: P plan rows (1, B, or B x Gr), T queries, S keys, R labels, C classes; all int32.
 """
@@ -34,9 +34,9 @@ class Plan:
     """Sorted orders and the run of sorted keys that each query reads of each class."""
 
     query_order: Tensor
-    """[P, T]: sorted place -> query."""
+    """[P, T]: index in sorted order -> query."""
     key_order: Tensor
-    """[P, S]: sorted place -> key; -1 behind the valid ones."""
+    """[P, S]: index in sorted order -> key; -1 after the valid keys."""
     query_offsets: Tensor
     """[P, R + 1]: where each label starts among the sorted queries."""
     key_offsets: Tensor
@@ -44,13 +44,13 @@ class Plan:
     run_lo: Tensor
     """[P, T, C], by sorted query: first key of the run."""
     run_hi: Tensor
-    """[P, T, C]: one past the last key of the run; equal to run_lo where it is empty."""
+    """[P, T, C]: one past the last key of the run; equal to run_lo if the run is empty."""
     source: PlanInput
-    """What the plan was made of."""
+    """The input that the plan was made from."""
 
     @property
     def query_places(self) -> Tensor:
-        """[P, T]: positions, laid end to end over segments; differences are distances."""
+        """[P, T]: positions, with segments placed end to end; differences are distances."""
         return self.source.places_q
 
     @property
@@ -60,16 +60,16 @@ class Plan:
 
     @property
     def row_pair_counts(self) -> Tensor:
-        """Exact number of pairs per plan row, [P] int64."""
+        """The exact number of pairs per plan row, [P] int64."""
         return (self.run_hi - self.run_lo).sum(dim=(1, 2), dtype=torch.int64)
 
     @property
     def pair_count(self) -> int:
-        """Exact number of pairs, over all plan rows."""
+        """The exact number of pairs in all plan rows."""
         return int(self.row_pair_counts.sum())
 
     def padded_pair_count(self, tile: int) -> int:
-        """Pairs evaluated when `tile` neighbouring queries of a label share their runs."""
+        """The number of pairs evaluated if `tile` neighbouring queries of a label share runs."""
         if tile < 1:
             raise ValueError(f"tile must be >= 1, got {tile}")
         total = 0
@@ -86,7 +86,7 @@ class Plan:
 
     @property
     def density(self) -> float:
-        """rho: pairs of the plan over all pairs that exist."""
+        """rho: pairs of the plan divided by all pairs that exist."""
         source = self.source
         everything = PlanInput(
             labels_q=torch.zeros_like(source.labels_q),
@@ -103,7 +103,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class PlanInput:
-    """What a plan is made of, as int32 on one device; any planner takes it."""
+    """The input of every planner, as int32 on one device."""
 
     labels_q: Tensor
     """[P, T]."""
@@ -114,13 +114,13 @@ class PlanInput:
     places_k: Tensor
     """[P, S]."""
     floor_q: Tensor | None
-    """[P, T]: where the query's segment starts; None: 0."""
+    """[P, T]: the start of the query's segment; None: 0."""
     valid_k: Tensor | None
     """[P, S] bool; None: every key."""
     reach: Tensor
-    """[R, C]: largest distance per (label, class)."""
+    """[R, C]: the largest distance per (label, class)."""
     window: int
-    """Largest distance of any pair."""
+    """The largest distance of any pair."""
 
 
 def sparse_plan_input(
@@ -153,13 +153,13 @@ def dense_plan_input(layout: Layout) -> PlanInput:
 def whole_reach(
     config: MoSARConfig | None, window: int | None, device: torch.device | None = None
 ) -> Tensor:
-    """Largest whole distance per (label, class), [R, C] int32; without a config of any pair."""
+    """The largest integer distance per (label, class), [R, C] int32; one entry without config."""
     if config is None:
         reach = torch.full((1, 1), torch.inf, device=device)
     else:
         reach = class_reach(config, device)
     limit = _FAR if window is None else min(window, _FAR)
-    # float64 holds the limit exactly; float32 would round it up and overflow.
+    # float64 represents the limit exactly; float32 would round it up and overflow.
     return reach.double().floor().clamp_max(limit).to(torch.int32)
 
 
@@ -187,7 +187,7 @@ def _plan_input(
 
 
 def _lay_out(layout: Layout) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Positions such that segments follow each other, and where each query's segment starts."""
+    """Positions with segments placed end to end, and the start of each query's segment."""
     places_q, places_k, floor_q = layout.query_positions, layout.key_positions, None
     if layout.key_segments is not None and layout.query_segments is not None:
         batch, num_keys = layout.key_segments.shape
@@ -199,7 +199,7 @@ def _lay_out(layout: Layout) -> tuple[Tensor, Tensor, Tensor | None]:
         counted = torch.ones_like(positions, dtype=torch.bool)
         if layout.key_valid is not None:
             counted[:, :num_keys] = layout.key_valid
-        # Ranks by sorting, not torch.unique: a GPU would have to be waited for, to count them.
+        # Ranks come from sorting, because torch.unique would have to wait for a GPU.
         ordered, order = segments.sort(dim=1, stable=True)
         rank = F.pad(ordered.diff(dim=1) != 0, (1, 0)).cumsum(dim=1)
         rank = torch.empty_like(rank).scatter_(1, order, rank)
@@ -233,7 +233,7 @@ def build_plan(plan_input: PlanInput) -> Plan:
     num_labels, num_classes = plan_input.reach.shape
     if plan_input.valid_k is not None:
         classes_k = classes_k.masked_fill(~plan_input.valid_k, num_classes)
-    # One number orders by class (or label) first and by place inside it.
+    # One number sorts by class (or label) first, and by position inside it.
     span = torch.maximum(places_q.max(), places_k.max()) + 1
     sorted_k, key_order = torch.sort(classes_k * span + places_k, dim=1, stable=True)
     sorted_q, query_order = torch.sort(labels_q * span + places_q, dim=1, stable=True)

@@ -1,9 +1,8 @@
 """Gates as tables by distance, and the routing that mixes them.
 
-Tables depend on a configuration alone: they are made once per configuration and kept. Gates are
-constant beyond the longest reach, so a table ends there, and farther distances read its last entry:
-how far apart tokens stand does not matter. Where the reach itself is far there is no table, and the
-kernels compute each gate.
+Tables depend only on the configuration, so they are made once and cached. Gates are constant beyond
+the longest reach, so a table ends there, and farther distances read its last entry. If the longest
+reach is very long, there is no table, and the kernels compute each gate.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ P = ParamSpec("P")
 
 
 def cached_table(make: Callable[P, Tensor]) -> Callable[P, Tensor]:
-    """Keeps what `make` returns, one per arguments; torch.compile makes it anew in its graph.
+    """Caches the result of `make` for each set of arguments; torch.compile calls `make` again.
 
-    (As constants of a graph two tables of one function collide, e.g. of layers whose windows
-    differ, and a cache cannot be traced; `make` takes microseconds.)
+    A cache cannot be traced, and two tables of one function collide as constants of a graph, e.g.
+    for layers with different windows. `make` takes microseconds.
     """
 
     @lru_cache(maxsize=64)
     def cached(*args: Hashable, **kwargs: Hashable) -> Tensor:
-        # The first call may be an evaluation, a later one trains with the same tensor.
+        # The first call may be an evaluation, and a later one may train with the same tensor.
         with torch.inference_mode(False), torch.device("cpu"):
             return make(*args, **kwargs)  # pyright: ignore[reportCallIssue]
 
@@ -44,7 +43,7 @@ def cached_table(make: Callable[P, Tensor]) -> Callable[P, Tensor]:
     return table
 
 
-# Never let go of: a captured graph of launches may still read one.
+# These are never freed, because a captured graph of launches may still read one.
 @cache
 def _kept_on(device: torch.device, make: Callable[..., Tensor], *arguments: Hashable) -> Tensor:
     with torch.inference_mode(False):
@@ -52,21 +51,22 @@ def _kept_on(device: torch.device, make: Callable[..., Tensor], *arguments: Hash
 
 
 def on_device(device: torch.device, make: Callable[..., Tensor], *arguments: Hashable) -> Tensor:
-    """A kept table on a device, copied there once: copying waits for the device.
+    """A cached table on a device, copied there only once, because a copy waits for the device.
 
-    In a graph of torch.compile it is made there; `make` takes the device last.
+    In a graph of torch.compile it is created on the device; the device is the last argument of
+    `make`.
     """
     if is_traced():
         return make(*arguments, device=device)
     return _kept_on(device, make, *arguments)
 
 
-# Longer tables are not made: gates are computed instead.
+# If a table would be longer than this, the kernels compute the gates instead.
 _LONGEST_TABLE = 1 << 16
 
 
 def has_table(config: MoSARConfig) -> bool:
-    """Whether the gates of a configuration are looked up, or computed for each pair."""
+    """Whether the gates of a configuration are in a table; if not, each pair computes its own."""
     return gate_extent(config) <= _LONGEST_TABLE
 
 
@@ -74,7 +74,7 @@ def has_table(config: MoSARConfig) -> bool:
 def gate_table(
     config: MoSARConfig, dtype: torch.dtype = torch.float32, device: torch.device | None = None
 ) -> Tensor:
-    """Gates by distance, [R, C, length], a column of ones for sinks; constant past its end."""
+    """Gates by distance, [R, C, length], with ones for sinks; constant past the end."""
     distances = torch.arange(gate_extent(config), device=device)
     gate_RCd = pair_gates(distances, pair_geometry(config, device), config, dtype).permute(1, 2, 0)
     if config.num_sinks:
@@ -86,9 +86,9 @@ def gate_table(
 def routing_with_sinks(
     pi_q: Tensor, pi_k: Tensor, config: MoSARConfig, layout: Layout
 ) -> tuple[Tensor, Tensor]:
-    """Routing as `gate_table` is mixed by it: [B, Gr, T, R] and [B, Gr, S, C], float32.
+    """The routing that mixes `gate_table`: [B, Gr, T, R] and [B, Gr, S, C], float32.
 
-    Sinks are all in their own column.
+    Sinks have all of their weight in their own column.
     """
     pi_q, pi_k = pi_q.float(), pi_k.float()
     if config.num_sinks:

@@ -1,8 +1,8 @@
-"""The plan with torch operators alone: no compiler, any device, O(pairs) work, O(n d) memory.
+"""The plan with torch operators only: no compiler, any device, O(pairs) work, O(n d) memory.
 
-Queries are taken in tiles of one label; a tile gathers, per key class, the run of sorted keys that
-its queries read, and attends to them with one softmax. Where gradients are needed each tile is
-checkpointed: its scores are computed again in the backward pass instead of being kept.
+Queries are processed in tiles of one label. A tile gathers, for each key class, the run of sorted
+keys that its queries read, and attends to them with one softmax. If gradients are needed, each tile
+is checkpointed: the backward pass recomputes its scores instead of storing them.
 
 Shapes: B batch rows of a plan row, K its key/value heads, J query heads per key/value head,
 T queries of the tile, S keys of its runs, D head dim.
@@ -31,7 +31,7 @@ _TILE = 128
 
 @dataclass(frozen=True)
 class Tile:
-    """Queries of one label and the keys they read, as places in the sorted orders of a plan row."""
+    """Queries of one label and the keys they read, as indices into the orders of a plan row."""
 
     batch: slice
     groups: slice
@@ -73,7 +73,7 @@ def _bias_of_labels(given: LabelBias) -> BiasOfTile:
     boundless = class_reach(config) == math.inf
 
     def bias(tile: Tile) -> Tensor:
-        # Classes beyond the regimes (sinks) and the global pair have no transition.
+        # Sinks (the class after the regimes) and the global pair have no transition.
         label, columns = tile.label, tile.classes.clamp_max(config.global_index)
         plateau = geometry.plateau[label].to(columns.device)[columns]
         transition = geometry.transition[label].to(columns.device)[columns]
@@ -101,7 +101,7 @@ def _bias_of_mixture(given: MixtureBias, layout: Layout) -> BiasOfTile:
     def bias(tile: Tile) -> Tensor:
         pi_q_BGTR = given.query[tile.batch, tile.groups, tile.queries]
         pi_k_BGSR = given.key[tile.batch, tile.groups, tile.keys]
-        # One regime pair at a time: all pairs' gates at once would be R x R tiles of memory.
+        # One regime pair at a time: the gates of all pairs would need R x R tiles of memory.
         worth_BGTS = torch.zeros((), dtype=dtype, device=device)
         for m, n in product(range(config.num_regimes), repeat=2):
             mixed_BGTS = pi_q_BGTR[..., :, m, None] * pi_k_BGSR[..., None, :, n]
@@ -159,13 +159,13 @@ def _attend(
         admissible = tile.admissible
         if bias is not None:
             bias = _by_head(bias, score.shape[1], bias_by_head)
-            # What is not a number is a pair: it must be seen.
+            # NaN must propagate.
             admissible = admissible & ~(bias == -math.inf)
             score = score + bias.to(dtype)
         score = score.masked_fill(~admissible, -math.inf)
         empty = ~admissible.any(dim=-1, keepdim=True)
         score = score.masked_fill(empty, 0)
-        # Not exp(score - lse): a large lse is rounded, and all weights of its row would be off.
+        # Not exp(score - lse), because rounding a large lse would change all weights of its row.
         weight = torch.softmax(score, dim=-1).masked_fill(~admissible, 0)
         lse = torch.logsumexp(score, dim=-1).masked_fill(empty[..., 0], -math.inf)
         return torch.einsum("bkjts,bksd->bkjtd", weight, v_BKSD.to(dtype)), lse
@@ -173,7 +173,7 @@ def _attend(
     keep_scores = not torch.is_grad_enabled()
     rows_out, rows_lse = [], []
     for row, batch, group in _plan_rows(plan, q.shape[0], groups):
-        # Rows of a plan are whole batches, single batch entries, or single groups of one.
+        # A row of a plan is the whole batch, one batch entry, or one group of a batch entry.
         heads = slice(None)
         if group != slice(None):
             per_group = kv_heads // groups
@@ -202,14 +202,14 @@ def _attend(
 
 
 def _by_head(bias: Tensor, heads: int, by_head: bool) -> Tensor:
-    """Biases as [.., K, J, T, S]: given per pair, per (group, pair) or per (head, pair)."""
+    """A bias per pair, per (group, pair) or per (head, pair), reshaped to [.., K, J, T, S]."""
     if bias.dim() == 2 or by_head:
         return bias
     return bias.repeat_interleave(heads // bias.shape[1], dim=1)[:, :, None]
 
 
 def _join(rows: list[Tensor], shape: tuple[int, ...]) -> Tensor:
-    """Plan rows, each [batch rows, heads, ...], to the whole [B, K, ...]."""
+    """Joins plan rows, each [batch rows, heads, ...], into [B, K, ...]."""
     if len(rows) == 1:
         return rows[0]
     return torch.cat([row.flatten(0, 1) for row in rows]).unflatten(0, shape[:2])

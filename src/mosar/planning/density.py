@@ -1,12 +1,13 @@
-"""Support density and kept keys at any context, from shares of regimes that trained models chose.
+"""Support density and kept keys at any context, from the routing shares of trained models.
 
     rho(n)  = Σ_mn P_mn f_mn(n),   f_mn(n) = share of n tokens' causal pairs with d <= delta_mn
     kept(n) = Σ_n k_n min(n, max_m delta_mn)
 
-P_mn is the share of query and key choices (m, n), mean over layers: queries and keys are taken to
-choose independently of each other and of position. On the records of `results/small` that is within
-1 % of the exact count; docs/plan.md has the table. Contexts are factors of the training length.
-Sinks, which every query reads and no cache evicts, count beside either.
+P_mn is the share of pairs whose query chose m and whose key chose n, averaged over layers. We
+assume that queries and keys choose independently of each other and of their position. For the
+records of `results/small`, this is within 1 % of the exact count; docs/plan.md has the table.
+Contexts are multiples of the training length. Sinks are added to both, because every query reads
+them and no cache evicts them.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ class Point:
     """What a trained model chose at one length."""
 
     factor: float
-    """Length over training length."""
+    """Length divided by the training length."""
     pairs: Matrix
     """P: [query regime][key regime], sums to 1."""
     density: float | None = None
-    """The exact count where there is one, mean over seeds."""
+    """The exact density if it was counted, mean over seeds."""
 
 
 @dataclass(frozen=True)
@@ -51,15 +52,15 @@ class DensityCurve:
     points: tuple[Point, ...]
     """By increasing factor."""
     geometry: MoSARConfig | None = None
-    """Of the models that were counted: their counts are measurements for no other. None where they
-    differ, or are not known."""
+    """The geometry of the models that were counted; the counts are measurements only for it. None
+    if the models differ, or it is not known."""
 
     def shares(self, config: MoSARConfig, context: int) -> Matrix:
-        """P at a context: between points by the logarithm, beyond them as at the last."""
+        """P at a context: interpolated in log(context) between points, constant beyond them."""
         points, factor = self.points, context / config.max_length
         if len(points[0].pairs) != config.num_regimes:
             raise PlanError(
-                f"density curves are of {len(points[0].pairs)} regimes, the model has "
+                f"the density curve has {len(points[0].pairs)} regimes, but the model has "
                 f"{config.num_regimes}; give --density a number"
             )
         if factor <= points[0].factor:
@@ -75,7 +76,7 @@ class DensityCurve:
         )
 
     def density(self, config: MoSARConfig, context: int) -> tuple[float, Basis, str]:
-        """rho at a context, whether it was measured, and how it is known."""
+        """rho at a context, whether it was measured, and where it comes from."""
         factor = context / config.max_length
         for point in self.points:
             if point.density is None or self.geometry != config:
@@ -87,7 +88,7 @@ class DensityCurve:
         return rho, "modelled", f"from shares of {self.source}{beyond}"
 
     def kept_keys(self, config: MoSARConfig, context: int) -> float:
-        """Keys of a layer that a cache with eviction holds after so many tokens."""
+        """The number of keys in a layer's cache after this many tokens, with eviction."""
         pairs = self.shares(config, context)
         shares = [sum(column) for column in zip(*pairs, strict=True)]
         near = [_reached(far, context) for far in support_reach(config).amax(dim=0).tolist()]
@@ -95,7 +96,7 @@ class DensityCurve:
         return sum(share * count for share, count in zip(shares, kept, strict=True))
 
     def last_keys(self, config: MoSARConfig, context: int) -> float:
-        """Keys that one more token reads after so many, itself included."""
+        """The number of keys that the next token reads, including its own."""
 
         def read(reach: float) -> int:
             near = min(context, _reached(reach, context) + 1)
@@ -108,13 +109,13 @@ def covered(reach: float, context: int, sinks: int = 0) -> float:
     """f: the share of a context's causal pairs within a reach (inclusive), or with a sink."""
     farthest = min(_reached(reach, context), context - 1)
     inside = (farthest + 1) * context - farthest * (farthest + 1) / 2
-    # Of the sink at j, the queries that follow its reach.
+    # For the sink at j, add the queries beyond the reach.
     inside += sum(max(0, context - 1 - farthest - j) for j in range(sinks))
     return inside / (context * (context + 1) / 2)
 
 
 def _reached(reach: float, context: int) -> int:
-    """Keys within a reach, however large, of the token after a context."""
+    """The number of keys within a reach of the token after a context; the reach may be infinite."""
     return math.floor(min(reach, context))
 
 
@@ -136,7 +137,7 @@ def outer(query: Sequence[float], key: Sequence[float]) -> Matrix:
 
 
 def constant_curve(density: float, why: str = "as given") -> DensityCurve:
-    """A density that is stated, whatever the context."""
+    """A given density, the same at every context."""
     return _Stated("stated", why, (Point(1.0, ((1.0,),), density),))
 
 
@@ -162,7 +163,7 @@ def packaged_curves() -> dict[str, DensityCurve]:
 def curves_from_records(folder: Path) -> dict[str, DensityCurve]:
     """A curve for each routed variant, from the evaluations below a folder; mean over seeds.
 
-    The folder is a run that was evaluated, an experiment, or one that holds files of records.
+    The folder is an evaluated run, an experiment, or a folder with files of records.
     """
     folder = folder.resolve()
     found: dict[str, dict[float, list[EvaluationRecord]]] = {}
@@ -194,7 +195,7 @@ Evaluated = tuple[EvaluationRecord, MoSARConfig | None]
 
 
 def _evaluations_of_run(folder: Path) -> list[Evaluated]:
-    """Of the newest step that `mosar evaluate` has seen of a run; none where it is no run."""
+    """The evaluations of a run's newest evaluated step; empty if the folder is not a run."""
     run = folder.parent if folder.name == EVALUATIONS else folder
     records = [r for path in sorted((run / EVALUATIONS).glob("*.json")) for r in _sparse(path)]
     if not records:
@@ -208,7 +209,7 @@ def _evaluations_of_run(folder: Path) -> list[Evaluated]:
 
 
 def _evaluations_below(folder: Path) -> list[Evaluated]:
-    """Of all files of records; what a cell was trained with is in the file of its evaluations."""
+    """The evaluations in all files of records; a cell's file also has its training record."""
     found = []
     for path in sorted(folder.rglob("*.jsonl")):
         if path.name == METRICS:
@@ -225,7 +226,7 @@ def _sparse(path: Path) -> list[EvaluationRecord]:
 
 
 def _geometry_of_record(record: TrainingRecord) -> MoSARConfig | None:
-    """That a run was trained with; None where this version cannot read its configuration."""
+    """The geometry of a training record; None if this version cannot read its configuration."""
     try:
         return RunConfig.from_dict(record.config).regimes
     except ValueError:

@@ -8,13 +8,14 @@ from typing import Any, ClassVar
 from mosar.records.measurement import ErrorCheck, Measurement
 from mosar.records.record import Record
 
-# Operations a pair. A forward pass reads a pair twice (score, value) with a multiplication and an
-# addition each; with the backward pass it is 3.5 times that, the scores being computed again.
+# Operations per pair. A forward pass has two products per pair (score, value), each with a
+# multiplication and an addition. With the backward pass it is 3.5 times that, because the backward
+# pass recomputes the scores.
 _FORWARD, _WITH_BACKWARD = 4.0, 3.5 * 4.0
 
 
 def _divide(a: float | None, b: float | None) -> float | None:
-    """None where a figure is missing."""
+    """None if a figure is missing."""
     return a / b if a is not None and b else None
 
 
@@ -23,11 +24,11 @@ class Benchmark(Record):
     """One row of a benchmark: one case, every competitor."""
 
     length: int
-    """Tokens; in decoding those of the last step's context."""
+    """Number of tokens; in decoding, the context of the last step."""
     checks: dict[str, ErrorCheck]
-    """By tensor or competitor, before anything is timed."""
+    """By tensor or competitor, checked before anything is timed."""
     measurements: dict[str, Measurement]
-    """By competitor; a sample is milliseconds a call, a step or a token."""
+    """By competitor; a sample is milliseconds per call, per step or per token."""
     derived_names: ClassVar[tuple[str, ...]] = ("correct", "speedup", "memory_ratio")
     derived_by_competitor: ClassVar[tuple[str, ...]] = ("median_ms", "min_ms")
 
@@ -42,11 +43,11 @@ class Benchmark(Record):
         return self.measurements[competitor].min_ms
 
     def peaks_bytes(self, *competitors: str) -> tuple[int | None, ...]:
-        """Peak memory of each."""
+        """Peak memory by competitor."""
         return tuple(self.measurements.get(name, Measurement()).peak_bytes for name in competitors)
 
     def ratio(self, ours: str, other: str) -> float | None:
-        """Times faster than another; None where a result is wrong or one was not timed."""
+        """Speed-up over another competitor; None if a result is wrong or one was not timed."""
         return _divide(self.median_ms(other), self.median_ms(ours)) if self.correct else None
 
     def derived(self) -> dict[str, Any]:
@@ -59,10 +60,10 @@ class Benchmark(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class ShapedBenchmark(Benchmark):
-    """One of attention alone."""
+    """One row of a benchmark of attention alone."""
 
     labels: str
-    """Where they come from: "independent", "clustered" or a file's name; "none": none are read."""
+    """The source of the labels: "independent", "clustered" or a file's name; "none": no labels."""
     seed: int
     heads: int
     kv_heads: int
@@ -74,7 +75,7 @@ class ShapedBenchmark(Benchmark):
 
     @property
     def speedup(self) -> float | None:
-        """Times faster than dense SDPA; None where ours is wrong or one was not timed."""
+        """Speed-up over dense SDPA; None if our result is wrong or one was not timed."""
         return self.ratio("ours", "sdpa")
 
 
@@ -86,12 +87,12 @@ class AttentionBenchmark(ShapedBenchmark):
     mode: str
     """"sparse", "sparse-train", "soft-train" or "distance-train"."""
     pairs: int
-    """Pairs inside the support."""
+    """Number of pairs inside the support."""
     causal_pairs: int
     gemm_gflops: float
-    """What a large matrix product has reached on this machine, in the same run up to this row."""
+    """The best speed of a large matrix product on this machine, in the same run up to this row."""
     plan: Measurement
-    """Building ours' plan alone."""
+    """The time of our plan alone."""
     derived_names = (
         *("density", "correct", "speedup", "speedup_times_density"),
         *("plan_share", "memory_ratio", "gflops", "gemm_share"),
@@ -99,27 +100,27 @@ class AttentionBenchmark(ShapedBenchmark):
 
     @property
     def density(self) -> float:
-        """rho: the share of the causal pairs that are inside the support."""
+        """rho: the share of the causal pairs that is inside the support."""
         return self.pairs / self.causal_pairs
 
     @property
     def speedup_times_density(self) -> float | None:
-        """1: all of what sparsity promises."""
+        """Speed-up times density; 1 is the full gain that the sparsity allows."""
         return None if self.speedup is None else self.speedup * self.density
 
     @property
     def plan_share(self) -> float | None:
-        """Time of the plan over time of ours, which includes it."""
+        """The time of the plan divided by our whole time, which includes it."""
         return _divide(self.plan.median_ms, self.median_ms("ours"))
 
     @property
     def memory_ratio(self) -> float | None:
-        """Peak memory of ours over that of SDPA."""
+        """Our peak memory divided by that of SDPA."""
         return _divide(*self.peaks_bytes("ours", "sdpa"))
 
     @property
     def gflops(self) -> float | None:
-        """Useful arithmetic of ours, counting exact pairs, in 10^9 operations a second."""
+        """Our useful arithmetic, counting exact pairs, in 10^9 operations per second."""
         per_pair = _WITH_BACKWARD if self.mode.endswith("-train") else _FORWARD
         count = per_pair * self.heads * self.head_dim * self.pairs
         return _divide(count / 1e6, self.median_ms("ours")) if self.correct else None
@@ -131,51 +132,51 @@ class AttentionBenchmark(ShapedBenchmark):
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeBenchmark(ShapedBenchmark):
-    """One row of `mosar bench decode`: one step's attention at one length of context."""
+    """One row of `mosar bench decode`: one step's attention at one context length."""
 
     kind: ClassVar[str] = "bench.decode"
     steps: int
-    """Steps of a pass; a sample is their mean."""
+    """Number of steps in a pass; a sample is their mean."""
     keys_read: float
-    """Keys inside the support of a step's query, on average."""
+    """Number of keys inside the support of a step's query, on average."""
     allocated_bytes: int
-    """What the regime cache holds of memory after the last step."""
+    """Memory that the regime cache has allocated after the last step."""
     used_bytes: int
-    """What of it the stored tokens take."""
+    """The part of it that the stored tokens use."""
     dense_bytes: int
-    """Keys and values of all tokens."""
+    """Bytes of the keys and values of all tokens."""
     dense_form: str
-    """How SDPA was called: "grouped", "gqa" or "expanded"; "none": it was not."""
+    """How SDPA was called: "grouped", "gqa" or "expanded"; "none": not at all."""
     derived_by_competitor = ("median_ms", "min_ms", "gigabytes_per_second")
 
     @property
     def memory_ratio(self) -> float:
-        """Allocated bytes over the dense ones."""
+        """Allocated bytes divided by dense bytes."""
         return self.allocated_bytes / self.dense_bytes
 
     def gigabytes_per_second(self, competitor: str) -> float | None:
-        """Keys and values that a step must read, over its time."""
+        """Bytes of keys and values that a step must read, divided by its time."""
         share = self.keys_read / self.length if competitor == "ours" else 1.0
         return _divide(share * self.dense_bytes / 1e6, self.median_ms(competitor))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelDecodeBenchmark(Benchmark):
-    """One row of `mosar bench decode --model`: whole models writing at one length of context."""
+    """One row of `mosar bench decode --model`: whole models that write at one context length."""
 
     kind: ClassVar[str] = "bench.decode-model"
     model: str
-    """Whose sizes they have."""
+    """The model whose sizes they have."""
     sizes: dict[str, int]
     """Fields of a ModelConfig."""
     steps: int
-    """Tokens of a pass; a sample is their mean."""
+    """Number of tokens in a pass; a sample is their mean."""
     labels: str
     seed: int
     parameters: dict[str, int]
     """By competitor."""
     cache_bytes: dict[str, int]
-    """What its cache holds of memory after the last token, by competitor."""
+    """Memory of the cache after the last token, by competitor."""
     derived_names = ("correct",)
     derived_by_competitor = ("median_ms", "tokens_per_second")
 
@@ -183,11 +184,11 @@ class ModelDecodeBenchmark(Benchmark):
         return _divide(1e3, self.median_ms(competitor))
 
     def speedup(self, competitor: str) -> float | None:
-        """Times faster than it; None where ours is wrong or one was not timed."""
+        """Speed-up over a competitor; None if our result is wrong or one was not timed."""
         return self.ratio("ours", competitor)
 
     def memory_ratio(self, competitor: str) -> float | None:
-        """Bytes of our cache over those of its cache."""
+        """Bytes of our cache divided by those of the competitor's cache."""
         return _divide(self.cache_bytes["ours"], self.cache_bytes.get(competitor))
 
     def derived(self) -> dict[str, Any]:
@@ -200,7 +201,7 @@ class ModelDecodeBenchmark(Benchmark):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingBenchmark(Benchmark):
-    """One row of `mosar bench train`: one model size and length, everybody's training step."""
+    """One row of `mosar bench train`: the training step of every competitor at one length."""
 
     kind: ClassVar[str] = "bench.train"
     preset: str
@@ -210,7 +211,7 @@ class TrainingBenchmark(Benchmark):
     parameters: dict[str, int]
     """By competitor."""
     gemm_gflops: float | None = None
-    """What a large matrix product reached on this machine, just before."""
+    """The speed of a large matrix product on this machine, measured just before."""
     derived_names = (
         *("correct", "mosar_over_rope", "rope_over_gemma2", "rope_over_nanogpt", "memory_ratio"),
     )
@@ -229,12 +230,12 @@ class TrainingBenchmark(Benchmark):
 
     @property
     def rope_over_gemma2(self) -> float | None:
-        """Tokens a second of rope over the faster of transformers' ways to attend."""
+        """Tokens per second of rope, divided by those of transformers' faster attention."""
         names = [name for name in self.measurements if name.startswith("gemma2")]
         ratios = [r for name in names if (r := self.ratio("rope", name)) is not None]
         return min(ratios, default=None)
 
     @property
     def memory_ratio(self) -> float | None:
-        """Peak memory of mosar over that of rope."""
+        """Peak memory of mosar divided by that of rope."""
         return _divide(*self.peaks_bytes("mosar", "rope"))

@@ -19,9 +19,9 @@ class RetrofitEvaluation(Record):
     base: str
     """The base model's file, folder or name on the hub."""
     adapter: str
-    """sha256 of the routers' file; "" where they play no part: dense, and fixed windows."""
+    """sha256 of the routers' file; "" without routers (dense, and fixed windows)."""
     text: str
-    """sha256 of the tokens of the windows at the longest length."""
+    """sha256 of the tokens of all windows at the longest length."""
     routing: str
     """"dense" (the base model's own attention), "soft", "top1", "sparse", or "window": every token
     reaches equally far, and the sinks are read."""
@@ -30,16 +30,16 @@ class RetrofitEvaluation(Record):
     loss: float
     """Mean cross-entropy of the next token."""
     loss_stderr: float
-    """Of the mean, from the windows' own means."""
+    """The standard error of the mean, from the means of the windows."""
     window_losses: list[float]
     """The means of the windows of text, in their order."""
     layer_density: list[list[float]]
-    """[L][Gr] pairs of the support over causal pairs; only under "sparse" and "window"."""
+    """[L][Gr] pairs of the support divided by causal pairs; only under "sparse" and "window"."""
     layer_lost: list[list[float]]
-    """[L][Gr] share of the layer's dense attention that lies outside of the support, of sampled
-    queries; only under "sparse" and "window"."""
+    """[L][Gr] share of the layer's dense attention outside the support, for sampled queries; only
+    under "sparse" and "window"."""
     regimes: dict[str, float]
-    """Regime -> reach; of a fixed window its one reach, of dense attention none."""
+    """Regime -> reach; one reach for a fixed window, none for dense attention."""
 
     @property
     def perplexity(self) -> float:
@@ -47,13 +47,13 @@ class RetrofitEvaluation(Record):
 
     @property
     def density(self) -> float:
-        """Mean over layers and groups; 1 where every pair is evaluated."""
+        """Mean over layers and groups; 1 if every pair is evaluated."""
         values = [value for layer in self.layer_density for value in layer]
         return statistics.fmean(values) if values else 1.0
 
     @property
     def lost(self) -> float:
-        """Mean over layers and groups; 0 where every pair is evaluated."""
+        """Mean over layers and groups; 0 if every pair is evaluated."""
         values = [value for layer in self.layer_lost for value in layer]
         return statistics.fmean(values) if values else 0.0
 
@@ -63,19 +63,19 @@ class RetrofitEvaluation(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class RetrofitSpeed(Record):
-    """The whole retrofitted model at one length of prompt: prefill, decoding, cache."""
+    """The speed of the whole retrofitted model at one prompt length: prefill, decoding, cache."""
 
     kind: ClassVar[str] = "retrofit.speed"
     base: str
     adapter: str
     length: int
-    """Tokens of the prompt."""
+    """Number of tokens in the prompt."""
     prefill: dict[str, Measurement]
-    """By routing, "dense" and "sparse"; milliseconds a prompt, without logits."""
+    """By routing, "dense" and "sparse"; milliseconds per prompt, without logits."""
     decode: dict[str, Measurement]
-    """Milliseconds a token, with logits."""
+    """Milliseconds per token, with logits."""
     cache_bytes: dict[str, int]
-    """What the cache holds of memory after the prompt, by routing."""
+    """Memory of the cache after the prompt, by routing."""
 
     @property
     def prefill_speedup(self) -> float | None:
@@ -95,24 +95,24 @@ class RetrofitSpeed(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class RetrofitNeedles(Record):
-    """One task of finding what was read, at one length under one routing."""
+    """One retrieval task at one length under one routing."""
 
     kind: ClassVar[str] = "retrofit.needles"
     base: str
     adapter: str
-    """sha256 of the routers' file; "" where they play no part."""
+    """sha256 of the routers' file; "" without routers."""
     task: str
     length: int
     routing: str
     """"dense", "sparse" or "window"."""
     reach: float | None
-    """Of a fixed window."""
+    """The reach of a fixed window."""
     contexts: int
     scores: list[float]
     """By question: the share of the expected words in the answer."""
     answers: list[str]
     density: float
-    """The share of the causal pairs of the texts that were read."""
+    """The share of the texts' causal pairs that was read."""
 
     @property
     def score(self) -> float:
@@ -123,6 +123,6 @@ class RetrofitNeedles(Record):
 
 
 def _quickest_ratio(samples: dict[str, Measurement]) -> float | None:
-    """Of the quickest samples: what else runs on the machine only ever adds."""
+    """Uses the fastest samples, because other work on the machine can only add time."""
     dense, sparse = samples["dense"].min_ms, samples["sparse"].min_ms
     return dense / sparse if dense and sparse else None
