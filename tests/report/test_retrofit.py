@@ -90,6 +90,16 @@ def test_the_report_says_how_much_smaller_the_gap_is(runs):
     assert (runs / "frontier.png").exists()
 
 
+def test_layers_without_routers_keep_their_numbers(tmp_path):
+    two = {"layer_density": [[0.1], [0.2]], "layer_lost": [[0.1], [0.1]], "adapter": "a"}
+    write_run(tmp_path, "a", [DENSE, routed("sparse", 0.1, 2.05, **two)])
+    assert "| 0 | 0.100 |" in write_retrofit_report(tmp_path).read_text()
+    path = tmp_path / "adapter.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"layers": [5, 11]}))
+    report = write_retrofit_report(tmp_path).read_text()
+    assert "| 5 | 0.100 |" in report and "| 11 | 0.200 |" in report
+
+
 def test_nothing_evaluated_is_said(tmp_path):
     write_run(tmp_path / "run", "a", [])
     with pytest.raises(ValueError, match="holds no evaluated retrofit"):

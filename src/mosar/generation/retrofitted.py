@@ -86,7 +86,7 @@ class RetrofitReader(MeasuredReader):
     ) -> tuple[float, int] | None:
         if labels is None:
             return None
-        routed = self.attached.layers[layer]
+        routed = list(self.attached)[layer]
         domain = build_hard_domain(*labels, routed.config, window=routed.window, materialize=False)
         return domain.count, domain.causal_count
 
@@ -98,7 +98,7 @@ class RetrofitReader(MeasuredReader):
 
     @property
     def dense_bytes(self) -> int:
-        width = sum(2 * layer.num_kv_heads * layer.head_dim for layer in self.attached)
+        width = sum(2 * layer.num_kv_heads * layer.head_dim for layer in self.attached.layers)
         return width * self.num_tokens * self.attached.model.dtype.itemsize
 
 

@@ -153,7 +153,8 @@ def retrofit_markdown(runs: Sequence[RetrofittedRun], *, figure: bool = False) -
     ]
     sparse = [record for record in runs[0].records if record.routing == "sparse"]
     if len(runs) == 1 and sparse:
-        parts.append(_layers(max(sparse, key=lambda record: record.length)))
+        longest = max(sparse, key=lambda record: record.length)
+        parts.append(_layers(longest, runs[0].description.get("layers")))
     return "\n".join(part for part in parts if part)
 
 
@@ -315,16 +316,17 @@ def _needles(run: RetrofittedRun, several: bool) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _layers(record: RetrofitEvaluation) -> str:
+def _layers(record: RetrofitEvaluation, indices: Sequence[int] | None) -> str:
+    """indices: of the layers with routers; None: all of them."""
     groups = len(record.layer_density[0])
+    indices = range(len(record.layer_density)) if indices is None else indices
     lines = [
         f"## Layers, sparse routing at {record.length:,} tokens\n",
         "Density by routing group, then the attention lost, mean over groups.\n",
         "| layer | " + " | ".join(f"group {g}" for g in range(groups)) + " | mean | lost |",
         "|---:" * (groups + 3) + "|",
     ]
-    rows = zip(record.layer_density, record.layer_lost, strict=True)
-    for index, (density, lost) in enumerate(rows):
+    for index, density, lost in zip(indices, record.layer_density, record.layer_lost, strict=True):
         cells = " | ".join(f"{value:.3f}" for value in density)
         mean, missed = statistics.fmean(density), 100 * statistics.fmean(lost)
         lines.append(f"| {index} | {cells} | {mean:.3f} | {missed:.1f} % |")

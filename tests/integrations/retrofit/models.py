@@ -37,9 +37,10 @@ FAMILIES = {
         "query_pre_attn_scalar": 11,
         "attn_logit_softcapping": 5.0,
     },
+    # Its window is no longer than the longest reach below global: the local layer has no routers.
     "gemma3_text": {
         "head_dim": 8,
-        "sliding_window": 16,
+        "sliding_window": 12,
         "query_pre_attn_scalar": 11,
         "layer_types": ["sliding_attention", "full_attention"],
     },
@@ -53,11 +54,13 @@ WINDOWS = {
     "qwen2": [None, 15],
     "qwen3": [None, 15],
     "gemma2": [15, None],
-    "gemma3_text": [15, None],
+    "gemma3_text": [11, None],
     "phi3": [None, None],
     "olmo2": [None, None],
     "gpt_neox": [None, None],
 }
+ROUTED = {family: [0, 1] for family in FAMILIES} | {"gemma3_text": [1]}
+"""Layers with routers under `GEOMETRY`."""
 _MIXED = {
     "num_hidden_layers": 4,
     "sliding_window": 16,

@@ -11,10 +11,11 @@ import torch
 import mosar
 from integrations.retrofit.models import GEOMETRY, routed_model, tiny_model, tokens
 from mosar.errors import ModelError
-from mosar.integrations.retrofit import entry, load_adapter, load_retrofitted
+from mosar.integrations.retrofit import entry, load_adapter, load_retrofitted, retrofit
 from mosar.integrations.retrofit.adapter import (
     DESCRIPTION,
     WEIGHTS,
+    copy_routers,
     read_description,
     save_adapter,
 )
@@ -53,6 +54,19 @@ def test_only_routers_are_saved(saved):
     description = read_description(folder)
     assert description["notes"] == {"why": "a test"}
     assert description["base"]["architecture"] == "LlamaForCausalLM"
+
+
+def test_an_adapter_says_which_layers_have_routers(tmp_path):
+    """Also one with routers on local layers, which earlier versions gave to all of them."""
+    for layers in ([1], [0, 1]):
+        attached = retrofit(tiny_model("gemma3_text"), GEOMETRY, layers=layers)
+        folder = attached.save(tmp_path / str(len(layers)))
+        loaded = load_adapter(tiny_model("gemma3_text"), folder)
+        assert [layer.index for layer in loaded] == layers
+        assert read_description(folder).get("layers", [0, 1]) == layers
+    with pytest.raises(ModelError, match=r"routers in .* are on other layers than \[1\]"):
+        attached = retrofit(tiny_model("gemma3_text"), GEOMETRY)
+        copy_routers(attached, folder, BaseIdentity.of(attached.model))
 
 
 def test_the_base_model_is_found_again(tmp_path):

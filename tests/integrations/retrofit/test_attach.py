@@ -13,14 +13,16 @@ from integrations.retrofit.models import (
     FAMILIES,
     FAMILIES_BY_MASK,
     GEOMETRY,
+    ROUTED,
     WINDOWS,
     routed_model,
+    scatter_choices,
     tiny_model,
     tokens,
 )
 from mosar import mosar_attention, top1_routing
 from mosar.errors import ModelError
-from mosar.integrations.retrofit import default_config
+from mosar.integrations.retrofit import default_config, retrofit
 from mosar.integrations.retrofit.hf_attention import ATTRIBUTE
 
 ROUTINGS = ("soft", "top1", "sparse")
@@ -36,7 +38,7 @@ def padded(batch=2, length=40):
 
 @pytest.mark.parametrize("family", [*FAMILIES, *FAMILIES_BY_MASK])
 def test_fresh_routers_change_nothing(family):
-    """At a length beyond the windows of 16."""
+    """At a length beyond the windows of 16, which the default geometry leaves without routers."""
     model, batch = tiny_model(family), padded()
     valid = batch["attention_mask"].bool()
     weights = copy.deepcopy(model.state_dict())
@@ -51,7 +53,7 @@ def test_fresh_routers_change_nothing(family):
                 after = model(**batch, use_cache=use_cache).logits
                 # Scores are sums of 8 products of size 10: a few hundred roundings of 1.
                 torch.testing.assert_close(after[valid], before[valid], atol=1e-4, rtol=1e-4)
-                assert [layer.window for layer in attached] == WINDOWS[family]
+                assert [layer.window for layer in attached.layers] == WINDOWS[family]
         assert torch.equal(model.generate(**batch, max_new_tokens=12, do_sample=False), written)
         attached.set_routing("dense")
         assert torch.equal(model(**batch).logits, before)
@@ -89,7 +91,7 @@ def test_routed_layers_compute_the_definition(family, routing):
     attached.observe(look)
     with torch.no_grad():
         model(**batch, use_cache=False)
-    assert sorted(seen) == [0, 1]
+    assert sorted(seen) == [layer.index for layer in attached] == ROUTED[family]
     for layer in attached:
         q, k, v, options = seen[layer.index]
         routed = layer.route(q, k)
@@ -141,7 +143,7 @@ READS_NEXT = {
 @pytest.mark.parametrize("family", READS_NEXT)
 def test_the_projection_is_what_the_layer_adds(family):
     model = tiny_model(family)
-    attached = mosar.retrofit(model)
+    attached = retrofit(model, layers=range(len(model.model.layers)))
     heads, after, residual = {}, {}, {}
     for index, block in enumerate(model.model.layers):
         attached.layers[index].project.output.register_forward_pre_hook(
@@ -158,6 +160,50 @@ def test_the_projection_is_what_the_layer_adds(family):
             torch.testing.assert_close(
                 residual[layer.index] + added, after[layer.index], atol=1e-5, rtol=1e-5
             )
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("family", ["gemma3_text", "exaone4"])
+def test_short_windows_keep_their_layers_without_routers(family, routing):
+    """What the local layers give is what they gave, whatever the global ones choose."""
+    model = tiny_model(family, sliding_window=12)
+    attached = mosar.retrofit(model, GEOMETRY)
+    scatter_choices(attached)
+    global_layers = [index for index, window in enumerate(WINDOWS[family]) if window is None]
+    assert [layer.index for layer in attached] == global_layers
+    assert len(attached) == len(global_layers) < len(attached.layers)
+    names = {name.partition(".")[0] for name in attached.named_parameters()}
+    assert names == {str(index) for index in global_layers}
+    returned = []
+    model.model.layers[0].self_attn.register_forward_hook(
+        lambda module, args, output: returned.append(output[0])
+    )
+    ids = tokens(2, 40)
+    with torch.no_grad():
+        attached.set_routing(routing)
+        routed = model(input_ids=ids, use_cache=False).logits
+        attached.set_routing("dense")
+        assert not torch.allclose(model(input_ids=ids, use_cache=False).logits, routed)
+    # The first layer is local and reads the embeddings: the same input in both passes.
+    torch.testing.assert_close(*returned, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("window, routed", [(1024, [1]), (1025, [1]), (1026, [0, 1])])
+def test_windows_beyond_the_longest_local_reach_get_routers(window, routed):
+    """By default that reach is 1,024: Gemma 3 has windows of 512 and 1,024, Gemma 2 of 4,096."""
+    model = tiny_model("gemma2", sliding_window=window)
+    assert [layer.index for layer in mosar.retrofit(model)] == routed
+
+
+def test_a_model_of_short_windows_alone_gets_routers_everywhere():
+    model = tiny_model("gemma2", layer_types=["sliding_attention"] * 2)
+    assert [layer.index for layer in mosar.retrofit(model)] == [0, 1]
+
+
+@pytest.mark.parametrize("layers", [[], [2], [-1, 0]])
+def test_layers_that_do_not_exist_are_refused(layers):
+    with pytest.raises(ValueError, match=r"layers must be some of 0\.\.1, got \["):
+        retrofit(tiny_model(), layers=layers)
 
 
 def test_models_of_one_configuration_stay_apart():

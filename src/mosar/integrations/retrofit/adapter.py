@@ -1,7 +1,8 @@
 """The adapter: the routers alone, and the model they belong to.
 
     FOLDER/adapter.safetensors   parameters of the routers, "0.query_router.weight1" and so on
-    FOLDER/adapter.json          written last: geometry, base model, checksums
+    FOLDER/adapter.json          written last: geometry, base model, checksums; "layers": those with
+                                 routers, where some have none
 
 An adapter.json is refused if it was altered, or if its weights are missing or others. Adapters of
 earlier versions have no checksum of their own and are still read.
@@ -64,6 +65,8 @@ def save_adapter(
             "weights_sha256": hashlib.sha256(weights).hexdigest(),
             "notes": dict(notes or {}),
         }
+        if len(attached) < len(attached.layers):
+            description["layers"] = [layer.index for layer in attached]
         replace_synced(folder / WEIGHTS, weights)
         text = json.dumps(sealed(description), indent=1)
         replace_synced(folder / DESCRIPTION, text.encode() + b"\n")
@@ -111,7 +114,13 @@ def load_adapter(model: PreTrainedModel, adapter: Path | str, *, check: bool = T
     description = read_description(folder)
     _check_base(model, BaseIdentity(**description["base"]), folder, check)
     tensors = _read_weights(folder, description["weights_sha256"])
-    attached = retrofit(model, MoSARConfig.from_dict(description["geometry"]))
+    geometry = MoSARConfig.from_dict(description["geometry"])
+    try:
+        attached = retrofit(model, geometry, layers=_layers_of(tensors))
+    except ValueError as error:
+        raise ModelError(
+            f"{folder / WEIGHTS} holds other routers than {DESCRIPTION}: {error}"
+        ) from None
     own = attached.named_parameters()
     if {n: p.shape for n, p in own.items()} != {n: t.shape for n, t in tensors.items()}:
         attached.detach()
@@ -134,6 +143,8 @@ def copy_routers(attached: Retrofit, folder: Path | str, base: BaseIdentity) -> 
     if description["geometry"] != attached.config.to_dict():
         raise ModelError(f"the routers in {folder} have another geometry than this run's")
     tensors = _read_weights(folder, description["weights_sha256"])
+    if _layers_of(tensors) != (here := {layer.index for layer in attached}):
+        raise ModelError(f"the routers in {folder} are on other layers than {sorted(here)}")
     with torch.no_grad():
         for name, parameter in attached.named_parameters().items():
             parameter.copy_(tensors[name])
@@ -179,6 +190,11 @@ def _check_base(model: PreTrainedModel, base: BaseIdentity, folder: Path, check:
             f"the adapter in {folder} belongs to {expected}, and the weights of this model are "
             f"others (checksum {found[:12]}, not {base.checksum[:12]})"
         )
+
+
+def _layers_of(tensors: Mapping[str, torch.Tensor]) -> set[int]:
+    """The layers that have routers, by the names of their parameters."""
+    return {int(name.partition(".")[0]) for name in tensors}
 
 
 def _read_weights(folder: Path, checksum: str) -> dict[str, torch.Tensor]:

@@ -1,16 +1,17 @@
 """Attaches routers to a loaded transformers model.
 
-Every attention layer of the model gets a query and a key router, read by an attention function of
-ours (hf_attention.py) that is switched on and off by name. With routing "dense" the model calls its
-own attention function and is what it was, bit for bit; with fresh routers every token is global,
-and "soft", "top1" and "sparse" compute the same numbers with our kernels.
+The attention layers of the model get a query and a key router, read by an attention function of
+ours (hf_attention.py) that is switched on and off by name. Local layers with a short window stay as
+they are. With routing "dense" the model calls its own attention function and is what it was, bit
+for bit; with fresh routers every token is global, and "soft", "top1" and "sparse" compute the same
+numbers with our kernels.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,14 @@ from mosar.errors import ModelError
 from mosar.integrations.retrofit.base_model import context_length
 from mosar.integrations.retrofit.cache import RegimeCacheLayer, adopt_cache
 from mosar.integrations.retrofit.hf_attention import ATTRIBUTE
-from mosar.integrations.retrofit.layer import NAME, Observer, OutputProjection, RoutedLayer
+from mosar.integrations.retrofit.layer import (
+    NAME,
+    AttentionLayer,
+    LocalLayer,
+    Observer,
+    OutputProjection,
+    RoutedLayer,
+)
 
 DENSE = "dense"
 _REACHES = (("S", 64), ("M", 256), ("L", 1024))
@@ -54,11 +62,17 @@ def default_config(model: PreTrainedModel, **changes: Any) -> MoSARConfig:
     return MoSARConfig(**settings | changes)
 
 
-def retrofit(model: PreTrainedModel, config: MoSARConfig | None = None) -> Retrofit:
+def retrofit(
+    model: PreTrainedModel,
+    config: MoSARConfig | None = None,
+    *,
+    layers: Collection[int] | None = None,
+) -> Retrofit:
     """Attaches routers to `model`, in place, and freezes its own parameters.
 
-    config: the geometry, `default_config(model)` by default. The routing is "dense" at first. A
-    ModelError says why a model cannot be retrofitted.
+    config: the geometry, `default_config(model)` by default. layers: those that get routers, see
+    `layers_to_route` for the default. The routing is "dense" at first. A ModelError says why a
+    model cannot be retrofitted.
     """
     if not isinstance(model, PreTrainedModel):
         raise ModelError(f"model must be a transformers model, got {type(model).__name__}")
@@ -68,13 +82,34 @@ def retrofit(model: PreTrainedModel, config: MoSARConfig | None = None) -> Retro
     if any(ATTRIBUTE in module.__dict__ for module in modules):
         raise ModelError("the model already has routers; detach() them first")
     blocks = _decoder(model).layers
-    layers = [
-        _routed_layer(module, block, index, config)
+    routed = layers_to_route(modules, config) if layers is None else layers
+    if not routed or not set(routed) <= set(range(len(modules))):
+        raise ValueError(f"layers must be some of 0..{len(modules) - 1}, got {sorted(routed)}")
+    made = [
+        _layer(module, block, index, config, has_routers=index in routed)
         for index, (module, block) in enumerate(zip(modules, blocks, strict=True))
     ]
     _own_config(model)
     model.requires_grad_(False)
-    return Retrofit(model, config, modules, layers)
+    return Retrofit(model, config, modules, made)
+
+
+def layers_to_route(modules: list[Any], config: MoSARConfig) -> list[int]:
+    """All layers but the local ones whose window is no longer than the longest reach below global.
+
+    There the global regime would read what that reach reads, and little is left to choose (Gemma 3:
+    windows of 512 and 1,024 tokens). A wider window is worth routers (Gemma 2: 4,096 of 8,192). A
+    model without any other layer gets routers everywhere.
+    """
+    reaches = [regime.reach for regime in config.regimes]
+    routed = []
+    for index, module in enumerate(modules):
+        types = getattr(module.config, "layer_types", None) or ()
+        local = index < len(types) and types[index] == "sliding_attention"
+        window = getattr(module.config, "sliding_window", None) if local else None
+        if not window or len(reaches) < 2 or window - 1 > reaches[-2]:
+            routed.append(index)
+    return routed or list(range(len(modules)))
 
 
 class Retrofit:
@@ -85,10 +120,11 @@ class Retrofit:
         model: PreTrainedModel,
         config: MoSARConfig,
         modules: list[nn.Module],
-        layers: list[RoutedLayer],
+        layers: list[AttentionLayer],
     ):
         self.model, self.config = model, config
         self.layers = nn.ModuleList(layers)
+        """All layers in order; iterating over a `Retrofit` gives those with routers."""
         self.tokenizer: Any = None
         """Where a loader found it."""
         self._modules = modules
@@ -97,20 +133,23 @@ class Retrofit:
         self._hooks = []
         decoder = _decoder(model)
         self._signature = inspect.signature(decoder.forward)
-        before = [(decoder, self._prepare_cache)]
+        before: list[tuple[nn.Module, Any]] = [(decoder, self._prepare_cache)]
         for block, module, layer in zip(decoder.layers, modules, layers, strict=True):
             # Not as a submodule: the state dict of the model stays its own.
             module.__dict__[ATTRIBUTE] = layer
-            before += [(block, layer.keep_residual), (module, layer.begin_pass)]
+            before.append((module, layer.begin_pass))
+            if isinstance(layer, RoutedLayer):
+                before.append((block, layer.keep_residual))
             self._hooks.append(module.register_forward_hook(layer.check_attended))
         for module, hook in before:
             self._hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
 
     def __iter__(self) -> Iterator[RoutedLayer]:
-        return iter(self.layers)  # pyright: ignore[reportReturnType]
+        return (layer for layer in self.layers if isinstance(layer, RoutedLayer))
 
     def __len__(self) -> int:
-        return len(self.layers)
+        """The number of layers with routers."""
+        return sum(1 for _ in self)
 
     @property
     def routing(self) -> str:
@@ -122,12 +161,12 @@ class Retrofit:
         known = (DENSE, *ROUTINGS)
         if routing not in known:
             raise ValueError(f"routing must be one of {known}, got {routing!r}")
-        for layer in self:
+        for layer in self._all():
             layer.routing = routing
         self._use(None if routing == DENSE else NAME)
 
     def observe(self, observer: Observer | None) -> None:
-        """Calls `observer` with each layer's q, k and v as it attends; None: no longer.
+        """Calls `observer` with q, k and v of each layer with routers as it attends; None: stops.
 
         Under "dense" routing attention is then computed by our own dense operator.
         """
@@ -158,6 +197,9 @@ class Retrofit:
             module.__dict__.pop(ATTRIBUTE, None)
         self._hooks = []
         return self.model
+
+    def _all(self) -> list[AttentionLayer]:
+        return list(self.layers)  # pyright: ignore[reportReturnType]
 
     def _use(self, implementation: str | None) -> None:
         for config, own in zip(self._configs, self._implementations, strict=True):
@@ -190,7 +232,7 @@ class Retrofit:
                 return args, kwargs | {"use_cache": False}
             cache = DynamicCache()
             kwargs = kwargs | {"past_key_values": cache}
-        adopt_cache(cache, list(self))
+        adopt_cache(cache, self._all())
         return args, kwargs
 
 
@@ -247,7 +289,9 @@ def _attention_modules(model: PreTrainedModel) -> list[nn.Module]:
     return found
 
 
-def _routed_layer(module: Any, block: Any, index: int, config: MoSARConfig) -> RoutedLayer:
+def _layer(
+    module: Any, block: Any, index: int, config: MoSARConfig, *, has_routers: bool
+) -> AttentionLayer:
     own = module.config
     # Gemma 2 and OLMo 2 norm what attention gives; elsewhere the norm of this name is the MLP's.
     normed = hasattr(block, "post_feedforward_layernorm")
@@ -261,15 +305,16 @@ def _routed_layer(module: Any, block: Any, index: int, config: MoSARConfig) -> R
     if hasattr(module, "query_key_value"):
         # GPT-NeoX: as many keys as queries, whatever its configuration carries along.
         kv_heads = own.num_attention_heads
+    sizes = {
+        "index": index,
+        "num_heads": own.num_attention_heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": getattr(module, "head_dim", head_dim),
+    }
+    if not has_routers:
+        return LocalLayer(config, **sizes)
     with torch.device("cpu"):
-        layer = RoutedLayer(
-            config,
-            index=index,
-            num_heads=own.num_attention_heads,
-            num_kv_heads=kv_heads,
-            head_dim=getattr(module, "head_dim", head_dim),
-            project=OutputProjection(output, norm),
-        )
+        layer = RoutedLayer(config, **sizes, project=OutputProjection(output, norm))
     device = first.weight.device
     # Offloaded weights are on the meta device, where routers would lose their values.
     return layer if device.type == "meta" else layer.to(device)

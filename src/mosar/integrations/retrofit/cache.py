@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from mosar.errors import ModelError
-from mosar.integrations.retrofit.layer import RoutedLayer
+from mosar.integrations.retrofit.layer import AttentionLayer
 from mosar.integrations.transformers_cache import MosarCacheLayer
 from mosar.model.cache import RegimeLayerCache
 
@@ -27,7 +27,7 @@ class RegimeCacheLayer(MosarCacheLayer):
 
     state: RegimeLayerCache
 
-    def __init__(self, layer: RoutedLayer):
+    def __init__(self, layer: AttentionLayer):
         # The first tokens come with the window of the layer.
         super().__init__(
             RegimeLayerCache(layer.config, routing=layer.routing, crop_margin=CROP_MARGIN)
@@ -40,7 +40,7 @@ class RegimeCacheLayer(MosarCacheLayer):
         return key_states, value_states
 
 
-def adopt_cache(cache: Cache, layers: list[RoutedLayer]) -> None:
+def adopt_cache(cache: Cache, layers: list[AttentionLayer]) -> None:
     """Gives an empty cache regime layers; a ModelError where it cannot serve."""
     routing = layers[0].routing
     found = cache.layers

@@ -16,7 +16,7 @@ Shapes: H query heads, G routing groups, Q sampled queries, S keys, E reaches.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,7 +47,7 @@ class Estimate:
     choice: list[float]
     """The attention that choices by query lose at each density."""
     attention_share: float
-    """Of the multiplications of a dense prefill, without logits."""
+    """Of layers with routers, in the multiplications of a dense prefill, without logits."""
 
     def speedup(self, density: float) -> float:
         """The largest possible one of a prefill that reads a density of the pairs."""
@@ -140,12 +140,17 @@ def _of_choices(lost_NE: Tensor, pairs_NE: Tensor, density: float) -> float:
 
 
 def attention_share(attached: Retrofit, length: int) -> float:
-    """The share of attention in the multiplications of a dense prefill, without logits."""
-    attention = 0
-    for layer in attached:
-        pairs = int(causal_pairs(torch.arange(length), layer.window).sum())
-        attention += 2 * pairs * layer.num_heads * layer.head_dim
+    """The share of the layers that routers can thin out in a dense prefill's multiplications."""
+
+    def multiplications(layers: Iterable[Any]) -> int:
+        return sum(
+            2 * int(causal_pairs(places, layer.window).sum()) * layer.num_heads * layer.head_dim
+            for layer in layers
+        )
+
+    places = torch.arange(length)
+    routed, attention = multiplications(attached), multiplications(attached.layers)
     decoder = attached.model.base_model
     embeddings = {id(p) for p in attached.model.get_input_embeddings().parameters()}
     weights = sum(p.numel() for p in decoder.parameters() if id(p) not in embeddings)
-    return attention / (attention + weights * length)
+    return routed / (attention + weights * length)

@@ -7,7 +7,7 @@ gives the losses of every shorter window from the same beginning.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -61,7 +61,7 @@ def evaluate_retrofit(
     try:
         for routing in routings:
             attached.set_routing(routing)
-            figures = {length: _Support(len(attached)) for length in lengths}
+            figures = {length: _Support(attached) for length in lengths}
             watch = _observer(figures) if routing == "sparse" else None
             losses = []
             for window in windows:
@@ -114,11 +114,15 @@ def evaluate_window(
     reach: int,
     *,
     num_sinks: int,
+    layers: Collection[int] | None = None,
     base: str = "",
     advance: Callable[[], None] = lambda: None,
 ) -> list[RetrofitEvaluation]:
-    """The same for a model without routers whose tokens all reach `reach` tokens and the sinks."""
-    with fixed_window(model, reach, num_sinks) as attached:
+    """The same for a model without routers whose tokens all reach `reach` tokens and the sinks.
+
+    layers: those with the window, by default those that would get routers.
+    """
+    with fixed_window(model, reach, num_sinks, layers) as attached:
         records = evaluate_retrofit(
             attached, windows, lengths, ("sparse",), base=base, advance=advance
         )
@@ -126,11 +130,14 @@ def evaluate_window(
 
 
 @contextmanager
-def fixed_window(model: PreTrainedModel, reach: int, num_sinks: int) -> Iterator[Retrofit]:
+def fixed_window(
+    model: PreTrainedModel, reach: int, num_sinks: int, layers: Collection[int] | None = None
+) -> Iterator[Retrofit]:
     """A model without routers whose tokens all reach `reach` tokens and the sinks, for a while."""
     # There must be a global regime; nobody chooses it.
     regimes = (Regime("S", reach, 1.0), Regime("G", 1e9, 1.0))
-    attached = retrofit(model, default_config(model, regimes=regimes, num_sinks=num_sinks))
+    config = default_config(model, regimes=regimes, num_sinks=num_sinks)
+    attached = retrofit(model, config, layers=layers)
     try:
         for layer in attached:
             for router in layer.routers:
@@ -166,15 +173,17 @@ def _record(
 class _Support:
     """Of top-1 choices at one length: the figures of each window [G], by layer."""
 
-    def __init__(self, layers: int):
-        self.density: list[list[Tensor]] = [[] for _ in range(layers)]
-        self.lost: list[list[Tensor]] = [[] for _ in range(layers)]
+    def __init__(self, attached: Retrofit):
+        self.density: dict[int, list[Tensor]] = {layer.index: [] for layer in attached}
+        self.lost: dict[int, list[Tensor]] = {layer.index: [] for layer in attached}
         """The share of the layer's own attention outside of the support, of sampled queries."""
 
 
-def _means(by_layer: list[list[Tensor]]) -> list[list[float]]:
+def _means(by_layer: dict[int, list[Tensor]]) -> list[list[float]]:
     """Over windows; empty where nothing was observed."""
-    return [torch.stack(found).double().mean(dim=0).tolist() for found in by_layer if found]
+    return [
+        torch.stack(found).double().mean(dim=0).tolist() for found in by_layer.values() if found
+    ]
 
 
 def _observer(figures: dict[int, _Support]) -> Any:

@@ -152,6 +152,7 @@ class Evaluator:
                             self.lengths,
                             reach,
                             num_sinks=self.attached.config.num_sinks,
+                            layers=self._routed,
                             base=self.base,
                             advance=advance,
                         )
@@ -183,7 +184,7 @@ class Evaluator:
             read = [r.density for r in self._needles(length, "sparse", contexts)]
             sinks = self.attached.config.num_sinks
             reach = window_of_density(sum(read) / len(read), length - ROOM, sinks)
-            with fixed_window(self.attached.detach(), reach, sinks) as window:
+            with fixed_window(self.attached.detach(), reach, sinks, self._routed) as window:
                 self._find_needles(window, length, contexts, WINDOW, reach)
 
     def _find_needles(
@@ -217,6 +218,11 @@ class Evaluator:
             and (r.length, r.routing, r.contexts) == (length, routing, contexts)
             and r.adapter in ("", self.adapter)
         ]
+
+    @property
+    def _routed(self) -> list[int]:
+        """The layers with routers."""
+        return [layer.index for layer in self.attached]
 
     def _has(self, routing: str, regimes: dict[str, float]) -> bool:
         text = text_fingerprint(self.text[:, : max(self.lengths) + 1])

@@ -23,9 +23,8 @@ from transformers.masking_utils import (
     flash_attention_mask,
 )
 
-from mosar.attention import attend, distance_attention
 from mosar.errors import ModelError
-from mosar.integrations.retrofit.layer import NAME, RoutedLayer
+from mosar.integrations.retrofit.layer import NAME, AttentionLayer
 
 ATTRIBUTE = "mosar"
 # What some models add to attention, and our operators have no place for.
@@ -95,7 +94,7 @@ def routed_attention(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """query [B, H, T, D]; key, value [B, K, S, D] -> [B, T, H, D]; no attention weights."""
-    layer = module.__dict__.get(ATTRIBUTE)
+    layer: AttentionLayer | None = module.__dict__.get(ATTRIBUTE)
     if layer is None:
         raise ModelError(
             f"{type(module).__name__} has no routers, but its model is routed; retrofit it first"
@@ -133,7 +132,7 @@ def routed_attention(
             "segment_ids": mask.segments,
             "dropout": dropout,
         }
-        out = _attend(layer, query, key, value, options)
+        out = layer.attend(query, key, value, options)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -149,14 +148,6 @@ def _read_mask(
             f"routing, got {list(mask.shape)}"
         )
     return RoutedMask(mask, None if sliding_window is None else sliding_window - 1, None)
-
-
-def _attend(layer: RoutedLayer, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
-    if layer.observer is not None:
-        layer.observer(layer, q, k, v, options)
-    if layer.routing == "dense":
-        return distance_attention(q, k, v, **options)  # pyright: ignore[reportReturnType]
-    return attend(q, k, v, layer.bias(q, k), **options)
 
 
 AttentionInterface.register(NAME, routed_attention)

@@ -1,7 +1,7 @@
-"""The routers of one attention layer of a pretrained model.
+"""The attention layers of a pretrained model: those with routers, and local ones without.
 
-They are not a submodule of it. So the base model keeps its parameters, its state dict and its
-dtype, and the routers stay in float32 when the model is cast.
+Routers are not submodules of the model. So the base model keeps its parameters, its state dict and
+its dtype, and the routers stay in float32 when the model is cast.
 
 Shapes: B batch, H query heads, K key/value heads, T queries, S keys, D head dim.
 """
@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mosar.attention import attend, distance_attention
 from mosar.core.bias import LabelBias, MixtureBias
 from mosar.core.config import MoSARConfig
+from mosar.core.outputs import RouterOutput
 from mosar.core.routers import PostPositionRouter
 from mosar.errors import ModelError
 from mosar.geometries import LayerRouting
@@ -46,8 +48,81 @@ Observer = Callable[["RoutedLayer", Tensor, Tensor, Tensor, dict[str, Any]], Non
 Labelling = Callable[["RoutedLayer", LayerRouting], LabelBias]
 
 
-class RoutedLayer(nn.Module):
-    """Query and key router of one layer, and what its attention has to know."""
+class AttentionLayer(nn.Module):
+    """One layer of the model: its part of a pass and of the cache."""
+
+    def __init__(
+        self, config: MoSARConfig, *, index: int, num_heads: int, num_kv_heads: int, head_dim: int
+    ):
+        super().__init__()
+        self.config, self.index = config, index
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self.window: int | None = None
+        """The largest distance in the last pass, None: all keys; every pass sets it."""
+        self.routing = "dense"
+        self.cache: Any = None
+        self.waiting = False
+        """Whether the module is in a pass and has not called attention yet."""
+
+    def route(self, q: Tensor, k: Tensor) -> LayerRouting:
+        """What each query of q [B, H, T, D] and each key of k [B, K, S, D] chooses."""
+        raise NotImplementedError
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+        """[B, H, T, D], without a cache; options: those of the operators."""
+        raise NotImplementedError
+
+    def begin_pass(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Before the module attends: finds the layer's own part of the cache."""
+        # GPT-NeoX has a name of its own for it.
+        cache = kwargs.get("past_key_values", kwargs.get("layer_past"))
+        self.waiting = module.config._attn_implementation == NAME
+        self.cache = None
+        if cache is not None and self.routing != "dense":
+            self.cache = cache.layers[self.index]
+
+    def check_attended(self, module: nn.Module, args: tuple, output: Any) -> None:
+        """After the module: refuses one that did not call attention."""
+        if self.waiting:
+            raise ModelError(
+                f"{type(module).__name__} does not call transformers' attention function, so that "
+                "its routers would have no effect; this model cannot be retrofitted"
+            )
+
+    def _sizes(self) -> dict[str, int]:
+        return {
+            "index": self.index,
+            "num_heads": self.num_heads,
+            "num_kv_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+        }
+
+
+class LocalLayer(AttentionLayer):
+    """A layer whose own window is short already: it keeps the window and gets no routers."""
+
+    def route(self, q: Tensor, k: Tensor) -> LayerRouting:
+        """All of them the global regime: only the window limits what is read."""
+        return LayerRouting(self._all_global(q), self._all_global(k))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+        return distance_attention(q, k, v, **options)  # pyright: ignore[reportReturnType]
+
+    def _all_global(self, x: Tensor) -> RouterOutput:
+        """Of x [B, heads, T, D], [B, T, R]."""
+        one_hot = x.new_zeros(x.shape[0], x.shape[2], self.config.num_regimes, dtype=torch.float32)
+        one_hot[..., -1] = 1
+        return RouterOutput(one_hot * SATURATED, one_hot)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LocalLayer:
+        copy = LocalLayer(self.config, **self._sizes())
+        copy.routing, copy.window = self.routing, self.window
+        memo[id(self)] = copy
+        return copy
+
+
+class RoutedLayer(AttentionLayer):
+    """A layer with a query and a key router."""
 
     def __init__(
         self,
@@ -60,23 +135,17 @@ class RoutedLayer(nn.Module):
         project: Callable[[Tensor], Tensor] | None = None,
     ):
         """project: the heads' outputs [..., H * D] to what is added to the residual stream."""
-        super().__init__()
         if num_kv_heads % config.routing_groups:
             raise ValueError(
                 f"routing_groups must divide the {num_kv_heads} key/value heads of layer {index}, "
                 f"got {config.routing_groups}"
             )
-        self.config, self.index = config, index
-        self.window: int | None = None
-        """The largest distance in the last pass, None: all keys; every pass sets it."""
-        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        super().__init__(
+            config, index=index, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim
+        )
         self.query_router = PostPositionRouter(num_heads * head_dim, config)
         self.key_router = PostPositionRouter(num_kv_heads * head_dim, config)
-        self.routing = "dense"
         self.project = project
-        self.cache: Any = None
-        self.waiting = False
-        """Whether the module is in a pass and has not called attention yet."""
         self.residual: Tensor | None = None
         """The residual stream that the layer reads, [B, T, hidden], while an observer looks on."""
         self.observer: Observer | None = None
@@ -99,12 +168,18 @@ class RoutedLayer(nn.Module):
             router.bias2[:, -1] = SATURATED
 
     def route(self, q: Tensor, k: Tensor) -> LayerRouting:
-        """What each query of q [B, H, T, D] and each key of k [B, K, S, D] chooses."""
         if self.query_router.weight1.device != q.device:
             self.to(q.device)
         return LayerRouting(
             self.query_router(q.transpose(1, 2)), self.key_router(k.transpose(1, 2))
         )
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+        if self.observer is not None:
+            self.observer(self, q, k, v, options)
+        if self.routing == "dense":
+            return distance_attention(q, k, v, **options)  # pyright: ignore[reportReturnType]
+        return attend(q, k, v, self.bias(q, k), **options)
 
     def bias(self, q: Tensor, k: Tensor) -> LabelBias | MixtureBias:
         """What the operators add to the scores."""
@@ -118,33 +193,9 @@ class RoutedLayer(nn.Module):
         if self.observer is not None:
             self.residual = args[0] if args else kwargs["hidden_states"]
 
-    def begin_pass(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Before the module attends: finds the layer's own part of the cache."""
-        # GPT-NeoX has a name of its own for it.
-        cache = kwargs.get("past_key_values", kwargs.get("layer_past"))
-        self.waiting = module.config._attn_implementation == NAME
-        self.cache = None
-        if cache is not None and self.routing != "dense":
-            self.cache = cache.layers[self.index]
-
-    def check_attended(self, module: nn.Module, args: tuple, output: Any) -> None:
-        """After the module: refuses one that did not call attention."""
-        if self.waiting:
-            raise ModelError(
-                f"{type(module).__name__} does not call transformers' attention function, so that "
-                "its routers would have no effect; this model cannot be retrofitted"
-            )
-
     def __deepcopy__(self, memo: dict[int, Any]) -> RoutedLayer:
         # A copy shares neither the cache of the last pass nor the observer.
-        copy = RoutedLayer(
-            self.config,
-            index=self.index,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            project=deepcopy(self.project, memo),
-        )
+        copy = RoutedLayer(self.config, **self._sizes(), project=deepcopy(self.project, memo))
         copy.to(self.query_router.weight1.device).load_state_dict(self.state_dict())
         copy.routing, copy.window = self.routing, self.window
         memo[id(self)] = copy

@@ -147,8 +147,8 @@ class RouterLearner(Run):
 
     def build(self, *, initialise: bool) -> None:
         self.names = {p: name for name, p in self.attached.named_parameters().items()}
-        self.learners = [LayerLearner(layer, self.settings) for layer in self.attached]
-        self.optimizers = [learner.optimizer for learner in self.learners]
+        self.learners = {layer.index: LayerLearner(layer, self.settings) for layer in self.attached}
+        self.optimizers = [learner.optimizer for learner in self.learners.values()]
         if initialise and self.config.start is None:
             self._pass(self.windows.train[0], LayerLearner.soften)
 
@@ -181,7 +181,7 @@ class RouterLearner(Run):
                 # Its moments are of another loss.
                 optimizer.state.clear()
         rate = scheduled_rate(number, settings.tune_steps, settings.tune_rate, warmup=3)
-        for learner in self.learners:
+        for learner in self.learners.values():
             learner.set_rate(rate)
             learner.optimizer.zero_grad(set_to_none=True)
         window, offset = self.windows.train[step - 1], self._offset(step)
@@ -189,7 +189,7 @@ class RouterLearner(Run):
         measure = tune(
             self.attached, window, positions, self.tune_cost, settings.seed * 1_000_003 + step
         )
-        for learner in self.learners:
+        for learner in self.learners.values():
             learner.optimizer.step()
         density = float(measure.density.mean())
         loss = measure.kl + self.tune_cost * density
