@@ -172,16 +172,16 @@ def _counted():
 
 def _of_retrofits():
     """The gap of each article under sparse routing, in percent."""
+    files = sorted((ROOT / "results/smollm2").glob("*/evaluations/retrofit.jsonl"))
+    records = [json.loads(line) for path in files for line in path.read_text().splitlines()]
+    found = [record for record in records if record["kind"] == "retrofit"]
+    dense = {(r["text"], r["length"]): r for r in found if r["routing"] == "dense"}
     values = set()
-    for path in sorted((ROOT / "results/smollm2").glob("*/evaluations/retrofit.jsonl")):
-        losses = {}
-        for record in map(json.loads, path.read_text().splitlines()):
-            if record["kind"] == "retrofit" and record["routing"] in ("dense", "sparse"):
-                losses[record["routing"], record["length"]] = record["window_losses"]
-        for (routing, length), dense in losses.items():
-            if routing == "dense" and ("sparse", length) in losses:
-                pairs = zip(losses["sparse", length], dense, strict=True)
-                values |= {f"{100 * math.expm1(sparse - plain):.1f}" for sparse, plain in pairs}
+    for record in found:
+        if record["routing"] == "sparse":
+            plain = dense[record["text"], record["length"]]["window_losses"]
+            pairs = zip(record["window_losses"], plain, strict=True)
+            values |= {f"{100 * math.expm1(sparse - own):.1f}" for sparse, own in pairs}
     return values
 
 

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, zip_longest
 from typing import Any
 
 import matplotlib as mpl
@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Circle, FancyBboxPatch, PathPatch, Polygon
 from matplotlib.path import Path
 
-from mosar.report.charts import Bars, Chart, Series
+from mosar.report.charts import Bars, Chart, Point, Series
 from mosar.report.diagram import HEIGHT, WIDTH, Diagram, Node, arrow_head
 from mosar.report.formats import MINUS, percent
 from mosar.report.palette import (
@@ -323,8 +323,18 @@ def _paint_series(axes: Axes, chart: Chart, series: Series, zorder: float) -> No
             *zip(*band, strict=True), color=colour, alpha=0.13, linewidth=0, zorder=2,
             gid=f"{_gid(series)}-band",
         )  # fmt: skip
-    for p in values if series.annotated else ():
-        axes.annotate(p.text, (p.x, p.y), (5, 5), textcoords="offset points", fontsize=9)
+    if series.annotated:
+        _annotate(axes, values)
+
+
+def _annotate(axes: Any, points: Sequence[Point]) -> None:
+    """Names beside points: to the right and above, or to the left and below if one follows soon."""
+    room = (max(p.x for p in points) - min(p.x for p in points)) / 5 if points else 0.0
+    for p, following in zip_longest(points, points[1:]):
+        crowded = following is not None and following.x - p.x < room
+        offset, side = ((-6, -6), "right") if crowded else ((5, 5), "left")
+        options = {"ha": side, "va": "top" if crowded else "baseline", "fontsize": 9}
+        axes.annotate(p.text, (p.x, p.y), offset, textcoords="offset points", **options)
 
 
 def _dashes(dash: str, width: float) -> Any:
