@@ -60,6 +60,14 @@ def retrofit(
             "are only moved to the target density."
         ),
     ] = None,
+    lora: Annotated[
+        int | None,
+        Option(
+            metavar="RANK",
+            help="Also train changes of this rank to the projections of q, k and the output. The "
+            "second phase trains them: add --set tune_steps=16. By default 0: only routers.",
+        ),
+    ] = None,
     config: Geometry = None,
     changes: Annotated[
         list[str] | None,
@@ -101,6 +109,8 @@ def retrofit(
     Example: mosar retrofit models/mine --out runs/try --length 1024 --steps 10 --no-evaluate
 
     Example: mosar retrofit models/mine --data book.txt --estimate 16 --length 4096
+
+    Example: mosar retrofit models/mine --out runs/lora --lora 8 --set tune_steps=16
     """
     if out is None and estimate is None:
         raise ValueError("--out is missing: the run folder")
@@ -113,15 +123,19 @@ def retrofit(
     from mosar.integrations.retrofit.attach import default_config
     from mosar.integrations.retrofit.attach import retrofit as attach
     from mosar.integrations.retrofit.base_model import BaseIdentity, load_base
-    from mosar.integrations.retrofit.config import changed_settings
+    from mosar.integrations.retrofit.config import RetrofitSettings, changed_settings
     from mosar.integrations.retrofit.evaluate import ROUTINGS
     from mosar.integrations.retrofit.evaluator import ROUNDS, Evaluator
     from mosar.integrations.retrofit.train import train_retrofit
     from mosar.integrations.retrofit.windows import read_windows
 
     use_threads(threads)
-    given = {"target_density": target_density, "length": length, "steps": steps}
+    given = {"target_density": target_density, "length": length, "steps": steps, "lora": lora}
     named = changed_settings({n: v for n, v in given.items() if v is not None}, changes or ())
+    start = {} if start_from is None else read_description(start_from)
+    rank = named.get("lora", start.get("lora", 0))
+    if RetrofitSettings(**named).total_steps:
+        named["lora"] = rank
     base_model, tokenizer = load_base(model)
     settings = _settings_for(base_model, named)
     if estimate is not None:
@@ -141,9 +155,9 @@ def retrofit(
         valid=settings.valid_windows,
         text_field=text_field,
     )
-    if geometry is None and start_from is not None:
-        geometry = MoSARConfig.from_dict(read_description(start_from)["geometry"])
-    attached = attach(base_model, geometry or default_config(base_model))
+    if geometry is None and start:
+        geometry = MoSARConfig.from_dict(start["geometry"])
+    attached = attach(base_model, geometry or default_config(base_model), lora=rank)
     result = train_retrofit(
         attached,
         windows,

@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 from integrations.retrofit.models import GEOMETRY, tiny_model
 from mosar.cli import app
 from mosar.integrations.retrofit import load_retrofitted
+from mosar.integrations.retrofit.adapter import read_description
 from mosar.records import RetrofitEvaluation, RetrofitSpeed, read_records
 
 ARGUMENTS = (
@@ -54,6 +56,26 @@ def retrofitted(base):
     )
     assert result.exit_code == 0, result.output
     return out, result
+
+
+def test_low_rank_changes_are_trained_and_go_along_to_another_density(base, tmp_path):
+    arguments = ("retrofit", base / "model", "--data", base / "text.txt", "--no-evaluate")
+    arguments += ("--length", "96", "--config", base / "geometry.json", "--no-progress")
+    refused = run(*arguments, "--out", tmp_path / "no", "--lora", "2")
+    assert refused.exit_code == 2 and "give tune_steps" in " ".join(refused.stderr.split())
+    small = ("--steps", "1", "--set", "updates=1", "--set", "queries=16")
+    first = run(
+        *(*arguments, *small, "--out", tmp_path / "one", "--lora", "2", "--set", "tune_steps=2")
+    )
+    assert first.exit_code == 0, first.output
+    assert read_description(tmp_path / "one")["lora"] == 2
+    shift = ("--steps", "0", "--start-from", tmp_path / "one", "--target-density", "0.5")
+    second = run(*arguments, *shift, "--out", tmp_path / "two")
+    assert second.exit_code == 0, second.output
+    one, two = (load_retrofitted(tmp_path / name).named_parameters() for name in ("one", "two"))
+    changes = [name for name in one if ".lora." in name]
+    assert len(changes) == 12 and all(torch.equal(one[name], two[name]) for name in changes)
+    assert any(one[name].any() for name in changes if name.endswith("up"))
 
 
 def test_the_folder_holds_an_adapter_and_a_report(retrofitted):

@@ -1,8 +1,9 @@
-"""The adapter: the routers alone, and the model they belong to.
+"""The adapter: the routers, low-rank changes if any, and the model they belong to.
 
-    FOLDER/adapter.safetensors   parameters of the routers, "0.query_router.weight1" and so on
+    FOLDER/adapter.safetensors   parameters of the routers, "0.query_router.weight1" and so on, and
+                                 of low-rank changes, "0.lora.q_proj.down" and so on
     FOLDER/adapter.json          written last: geometry, base model, checksums; "layers": those with
-                                 routers, where some have none
+                                 routers, where some have none; "lora": the rank, where there is one
 
 An adapter.json is refused if it was altered, or if its weights are missing or others. Adapters of
 earlier versions have no checksum of their own and are still read.
@@ -67,6 +68,8 @@ def save_adapter(
         }
         if len(attached) < len(attached.layers):
             description["layers"] = [layer.index for layer in attached]
+        if attached.lora:
+            description["lora"] = attached.lora
         replace_synced(folder / WEIGHTS, weights)
         text = json.dumps(sealed(description), indent=1)
         replace_synced(folder / DESCRIPTION, text.encode() + b"\n")
@@ -116,7 +119,9 @@ def load_adapter(model: PreTrainedModel, adapter: Path | str, *, check: bool = T
     tensors = _read_weights(folder, description["weights_sha256"])
     geometry = MoSARConfig.from_dict(description["geometry"])
     try:
-        attached = retrofit(model, geometry, layers=_layers_of(tensors))
+        attached = retrofit(
+            model, geometry, lora=description.get("lora", 0), layers=_layers_of(tensors)
+        )
     except ValueError as error:
         raise ModelError(
             f"{folder / WEIGHTS} holds other routers than {DESCRIPTION}: {error}"
@@ -135,7 +140,10 @@ def load_adapter(model: PreTrainedModel, adapter: Path | str, *, check: bool = T
 
 
 def copy_routers(attached: Retrofit, folder: Path | str, base: BaseIdentity) -> dict[str, Any]:
-    """Gives `attached`, a model of identity `base`, the routers in `folder`; its description."""
+    """Gives `attached`, a model of identity `base`, the routers in `folder`; its description.
+
+    Low-rank changes begin at no change where the folder has none.
+    """
     folder = find_adapter(folder)
     description = read_description(folder)
     if description["base"]["checksum"] != base.checksum:
@@ -145,9 +153,13 @@ def copy_routers(attached: Retrofit, folder: Path | str, base: BaseIdentity) -> 
     tensors = _read_weights(folder, description["weights_sha256"])
     if _layers_of(tensors) != (here := {layer.index for layer in attached}):
         raise ModelError(f"the routers in {folder} are on other layers than {sorted(here)}")
+    rank = description.get("lora", 0)
+    if rank not in (0, attached.lora):
+        raise ModelError(f"the adapter in {folder} has lora {rank}, and this run {attached.lora}")
     with torch.no_grad():
         for name, parameter in attached.named_parameters().items():
-            parameter.copy_(tensors[name])
+            if name in tensors:
+                parameter.copy_(tensors[name])
     return description
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Collection, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,13 +67,15 @@ def retrofit(
     model: PreTrainedModel,
     config: MoSARConfig | None = None,
     *,
+    lora: int = 0,
     layers: Collection[int] | None = None,
 ) -> Retrofit:
     """Attaches routers to `model`, in place, and freezes its own parameters.
 
-    config: the geometry, `default_config(model)` by default. layers: those that get routers, see
-    `layers_to_route` for the default. The routing is "dense" at first. A ModelError says why a
-    model cannot be retrofitted.
+    config: the geometry, `default_config(model)` by default. lora: the rank of changes to the
+    projections of q, k and the output in layers with routers; 0: none. layers: those that get
+    routers, see `layers_to_route` for the default. The routing is "dense" at first. A ModelError
+    says why a model cannot be retrofitted.
     """
     if not isinstance(model, PreTrainedModel):
         raise ModelError(f"model must be a transformers model, got {type(model).__name__}")
@@ -85,8 +88,9 @@ def retrofit(
     routed = layers_to_route(modules, config) if layers is None else layers
     if not routed or not set(routed) <= set(range(len(modules))):
         raise ValueError(f"layers must be some of 0..{len(modules) - 1}, got {sorted(routed)}")
+    _check_rank(lora, [modules[index] for index in routed])
     made = [
-        _layer(module, block, index, config, has_routers=index in routed)
+        _layer(module, block, index, config, has_routers=index in routed, lora=lora)
         for index, (module, block) in enumerate(zip(modules, blocks, strict=True))
     ]
     _own_config(model)
@@ -140,6 +144,9 @@ class Retrofit:
             before.append((module, layer.begin_pass))
             if isinstance(layer, RoutedLayer):
                 before.append((block, layer.keep_residual))
+                for name in layer.lora:
+                    hook = partial(layer.adapt, name)
+                    self._hooks.append(getattr(module, name).register_forward_hook(hook))
             self._hooks.append(module.register_forward_hook(layer.check_attended))
         for module, hook in before:
             self._hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
@@ -174,8 +181,13 @@ class Retrofit:
             layer.observer, layer.residual = observer, None
         self._use(None if observer is None and self.routing == DENSE else NAME)
 
+    @property
+    def lora(self) -> int:
+        """The rank of the low-rank changes; 0: there are none."""
+        return next(iter(self)).rank
+
     def parameters(self) -> list[nn.Parameter]:
-        """Those of the routers, layer by layer."""
+        """Those of the routers and of low-rank changes, layer by layer."""
         return list(self.layers.parameters())
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
@@ -189,7 +201,7 @@ class Retrofit:
         return save_adapter(self, folder, notes)
 
     def detach(self) -> PreTrainedModel:
-        """Takes the routers off; the model is as it was, its parameters still frozen."""
+        """Takes off all that was attached; the model is as it was, its parameters still frozen."""
         self.set_routing(DENSE)
         for hook in self._hooks:
             hook.remove()
@@ -250,13 +262,33 @@ _PROJECTIONS = (
 )
 
 
-def _projections(module: Any) -> tuple[Any, Any] | None:
-    """The first map to q, k or v and the output's, of attention in a form that is known."""
+def _projections(module: Any) -> dict[str, Any]:
+    """The maps to q, k and v and last the output's; none, if the form is not a known one."""
     for inputs, output in _PROJECTIONS:
-        found = [getattr(module, name, None) for name in (*inputs, output)]
-        if all(hasattr(part, "weight") for part in found):
-            return found[0], found[-1]
-    return None
+        found = {name: getattr(module, name, None) for name in (*inputs, output)}
+        if all(hasattr(part, "weight") for part in found.values()):
+            return found
+    return {}
+
+
+def _sizes_to_adapt(module: Any) -> dict[str, tuple[int, int]]:
+    """(inputs, outputs) of the projections that may change: q, k (v where they are one), output."""
+    return {
+        name: (part.in_features, part.out_features)
+        for name, part in _projections(module).items()
+        if name != "v_proj"
+    }
+
+
+def _check_rank(lora: int, modules: list[Any]) -> None:
+    if isinstance(lora, bool) or not isinstance(lora, int) or lora < 0:
+        raise ValueError(f"lora must be a rank, an integer >= 0, got {lora!r}")
+    if lora:
+        most = min(min(size) for module in modules for size in _sizes_to_adapt(module).values())
+        if lora > most:
+            raise ValueError(
+                f"lora must not exceed {most}, the smaller side of a projection, got {lora}"
+            )
 
 
 def _attention_modules(model: PreTrainedModel) -> list[nn.Module]:
@@ -265,7 +297,7 @@ def _attention_modules(model: PreTrainedModel) -> list[nn.Module]:
     found: list[Any] = [
         module
         for module in model.modules()
-        if all(hasattr(module, name) for name in needed) and _projections(module) is not None
+        if all(hasattr(module, name) for name in needed) and _projections(module)
     ]
     layers = getattr(_decoder(model), "layers", None)
     why = None
@@ -290,16 +322,14 @@ def _attention_modules(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def _layer(
-    module: Any, block: Any, index: int, config: MoSARConfig, *, has_routers: bool
+    module: Any, block: Any, index: int, config: MoSARConfig, *, has_routers: bool, lora: int
 ) -> AttentionLayer:
     own = module.config
     # Gemma 2 and OLMo 2 norm what attention gives; elsewhere the norm of this name is the MLP's.
     normed = hasattr(block, "post_feedforward_layernorm")
     norm = block.post_attention_layernorm if normed else None
     norm = getattr(block, "post_self_attn_layernorm", norm)
-    projections = _projections(module)
-    assert projections is not None
-    first, output = projections
+    first, *_, output = _projections(module).values()
     head_dim = output.weight.shape[-1] // own.num_attention_heads
     kv_heads = getattr(own, "num_key_value_heads", None) or own.num_attention_heads
     if hasattr(module, "query_key_value"):
@@ -314,7 +344,13 @@ def _layer(
     if not has_routers:
         return LocalLayer(config, **sizes)
     with torch.device("cpu"):
-        layer = RoutedLayer(config, **sizes, project=OutputProjection(output, norm))
+        layer = RoutedLayer(
+            config,
+            **sizes,
+            project=OutputProjection(output, norm),
+            lora=lora,
+            projections=_sizes_to_adapt(module) if lora else None,
+        )
     device = first.weight.device
     # Offloaded weights are on the meta device, where routers would lose their values.
     return layer if device.type == "meta" else layer.to(device)

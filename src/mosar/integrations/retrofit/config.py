@@ -48,6 +48,10 @@ class RetrofitSettings:
     """The same of the second phase."""
     tune_cost: float = 0.2
     """What all pairs cost in the second phase, in nats per token; then it is steered."""
+    lora: int = 0
+    """The rank of changes to the projections of q, k and the output; the second phase trains it."""
+    lora_rate: float = 1e-3
+    """Their learning rate, in the place of `tune_rate`."""
     weight_decay: float = 0.01
     seed: int = 0
     valid_windows: int = 2
@@ -56,7 +60,7 @@ class RetrofitSettings:
     """Steps between checkpoints, and between evaluations."""
 
     def __post_init__(self) -> None:
-        check_counts(self, {"length": 64, "seed": 0, "steps": 0, "tune_steps": 0})
+        check_counts(self, {"length": 64, "seed": 0, "steps": 0, "tune_steps": 0, "lora": 0})
         counts = ("updates", "queries", "valid_windows", "checkpoint_every")
         check_counts(self, dict.fromkeys(counts, 1))
         for name, low, high in (
@@ -69,11 +73,17 @@ class RetrofitSettings:
             ("learning_rate", 1e-9, 1.0),
             ("tune_rate", 1e-9, 1.0),
             ("tune_cost", 1e-7, 1e2),
+            ("lora_rate", 1e-9, 1.0),
             ("weight_decay", 0.0, 1.0),
         ):
             check_number(self, name, least=low, most=high)
         if self.queries > self.length:
             raise ValueError(f"queries must not exceed length={self.length}, got {self.queries}")
+        if self.lora and not self.tune_steps:
+            raise ValueError(
+                f"lora must be 0 without a second phase, which trains it, got {self.lora}; give "
+                "tune_steps (--set tune_steps=16)"
+            )
 
     @property
     def total_steps(self) -> int:

@@ -37,15 +37,18 @@ def find_adapter(adapter: Path | str) -> Path:
     return folder
 
 
-def retrofit(model: PreTrainedModel, config: MoSARConfig | None = None) -> Retrofit:
+def retrofit(
+    model: PreTrainedModel, config: MoSARConfig | None = None, *, lora: int = 0
+) -> Retrofit:
     """Attaches routers to a transformers model, in place; at first it computes what it did.
 
     config: the geometry; by default four regimes, a routing group per key/value head, four sinks.
-    Returns a `Retrofit`: `set_routing`, `save`, the model as `.model`.
+    lora: the rank of changes to the projections of q, k and the output; 0: none. Returns a
+    `Retrofit`: `set_routing`, `save`, the model as `.model`.
     """
     from mosar.integrations.retrofit.attach import retrofit as attach
 
-    return attach(model, config)
+    return attach(model, config, lora=lora)
 
 
 def load_adapter(model: PreTrainedModel, adapter: Path | str, *, check: bool = True) -> Retrofit:

@@ -1,18 +1,21 @@
 """The attention layers of a pretrained model: those with routers, and local ones without.
 
-Routers are not submodules of the model. So the base model keeps its parameters, its state dict and
-its dtype, and the routers stay in float32 when the model is cast.
+A layer with routers may also have low-rank changes of its projections (LoRA), which are off under
+"dense" routing. Routers and low-rank changes are not submodules of the model. So the base model
+keeps its parameters, its state dict and its dtype, and ours stay in float32 when it is cast.
 
 Shapes: B batch, H query heads, K key/value heads, T queries, S keys, D head dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mosar.attention import attend, distance_attention
@@ -46,6 +49,20 @@ class OutputProjection:
 Observer = Callable[["RoutedLayer", Tensor, Tensor, Tensor, dict[str, Any]], None]
 # Called with the layer and what its routers say; the labels that it takes instead.
 Labelling = Callable[["RoutedLayer", LayerRouting], LabelBias]
+
+
+class LowRank(nn.Module):
+    """A change of a frozen linear map: x -> up (down x). up is 0 at first: no change."""
+
+    def __init__(self, inputs: int, outputs: int, rank: int, generator: torch.Generator):
+        super().__init__()
+        down = torch.randn(rank, inputs, generator=generator) / math.sqrt(inputs)
+        self.down = nn.Parameter(down)
+        self.up = nn.Parameter(torch.zeros(outputs, rank))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., inputs] -> [..., outputs], float32."""
+        return F.linear(F.linear(x.float(), self.down), self.up)
 
 
 class AttentionLayer(nn.Module):
@@ -133,8 +150,13 @@ class RoutedLayer(AttentionLayer):
         num_kv_heads: int,
         head_dim: int,
         project: Callable[[Tensor], Tensor] | None = None,
+        lora: int = 0,
+        projections: Mapping[str, tuple[int, int]] | None = None,
     ):
-        """project: the heads' outputs [..., H * D] to what is added to the residual stream."""
+        """project: the heads' outputs [..., H * D] to what is added to the residual stream.
+
+        lora: the rank of the changes of `projections`, by name: (inputs, outputs).
+        """
         if num_kv_heads % config.routing_groups:
             raise ValueError(
                 f"routing_groups must divide the {num_kv_heads} key/value heads of layer {index}, "
@@ -146,6 +168,11 @@ class RoutedLayer(AttentionLayer):
         self.query_router = PostPositionRouter(num_heads * head_dim, config)
         self.key_router = PostPositionRouter(num_kv_heads * head_dim, config)
         self.project = project
+        self._projections = dict(projections or {}) if lora else {}
+        generator = torch.Generator().manual_seed(index)
+        self.lora = nn.ModuleDict(
+            {name: LowRank(*size, lora, generator) for name, size in self._projections.items()}
+        )
         self.residual: Tensor | None = None
         """The residual stream that the layer reads, [B, T, hidden], while an observer looks on."""
         self.observer: Observer | None = None
@@ -174,6 +201,20 @@ class RoutedLayer(AttentionLayer):
             self.query_router(q.transpose(1, 2)), self.key_router(k.transpose(1, 2))
         )
 
+    @property
+    def rank(self) -> int:
+        """Of the low-rank changes; 0: there are none."""
+        return next((len(part.down) for part in self.lora.values()), 0)  # pyright: ignore
+
+    def adapt(self, name: str, module: nn.Module, args: tuple, output: Tensor) -> Tensor | None:
+        """After a projection: adds its low-rank change, unless the routing is "dense"."""
+        if self.routing == "dense":
+            return None
+        change = self.lora[name]
+        if change.down.device != output.device:
+            self.to(output.device)
+        return output + change(args[0]).to(output.dtype)
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
         if self.observer is not None:
             self.observer(self, q, k, v, options)
@@ -195,7 +236,13 @@ class RoutedLayer(AttentionLayer):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RoutedLayer:
         # A copy shares neither the cache of the last pass nor the observer.
-        copy = RoutedLayer(self.config, **self._sizes(), project=deepcopy(self.project, memo))
+        copy = RoutedLayer(
+            self.config,
+            **self._sizes(),
+            project=deepcopy(self.project, memo),
+            lora=self.rank,
+            projections=self._projections,
+        )
         copy.to(self.query_router.weight1.device).load_state_dict(self.state_dict())
         copy.routing, copy.window = self.routing, self.window
         memo[id(self)] = copy

@@ -61,12 +61,15 @@ class LayerMeasure(NamedTuple):
 
 
 class LayerLearner:
-    """The optimizer of one layer's routers."""
+    """The optimizer of one layer's routers, and of its low-rank changes."""
 
     def __init__(self, layer: RoutedLayer, settings: RetrofitSettings):
         self.layer, self.settings = layer, settings
+        parts = [[p for router in layer.routers for p in router.parameters()]]
+        if layer.rank:
+            parts.append(list(layer.lora.parameters()))
         self.optimizer = torch.optim.AdamW(
-            layer.parameters(),
+            [{"params": parameters} for parameters in parts],
             lr=settings.learning_rate,
             # Gradients shrink by orders of magnitude where choices are nearly certain; an optimizer
             # that remembers the large ones could not undo such a choice once lambda has risen.
@@ -108,9 +111,10 @@ class LayerLearner:
             measures.append(measure)
         return _mean(measures)
 
-    def set_rate(self, rate: float) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+    def set_rate(self, rate: float, lora_rate: float = 0.0) -> None:
+        rates = (rate, lora_rate)
+        for group, value in zip(self.optimizer.param_groups, rates, strict=False):
+            group["lr"] = value
 
     @torch.no_grad()
     def measure(self, given: LayerInput, cost_weight: float) -> LayerMeasure:

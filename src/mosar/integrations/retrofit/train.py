@@ -2,7 +2,8 @@
 
     steps       a window → the dense model → in each layer: q, k → updates of its routers
                 → lambda towards the target density → metrics → now and then a checkpoint
-    tune_steps  a window → the dense model, the routed model → KL → one update of all routers
+    tune_steps  a window → the dense model, the routed model → KL → one update of all routers, and
+                of the low-rank changes (LoRA) where there are any
     at the end  the routers are moved along the price until the target density is met
 
 The run folder and the loop are those of `mosar train`; the folder gets the adapter besides.
@@ -82,6 +83,10 @@ def train_retrofit(
     out = Path(out)
     check_length(attached.model, settings.length)
     base = BaseIdentity.of(attached.model) if base is None else base
+    if settings.total_steps and attached.lora != settings.lora:
+        raise ValueError(
+            f"lora must be the rank of the model's retrofit, {attached.lora}, got {settings.lora}"
+        )
     if not settings.total_steps:
         return _shift(attached, windows, settings, out, base, start_from, notes)
     learner = RouterLearner(attached, windows, settings, base, start_from, notes)
@@ -180,9 +185,12 @@ class RouterLearner(Run):
             for optimizer in self.optimizers:
                 # Its moments are of another loss.
                 optimizer.state.clear()
-        rate = scheduled_rate(number, settings.tune_steps, settings.tune_rate, warmup=3)
+        rates = [
+            scheduled_rate(number, settings.tune_steps, peak, warmup=3)
+            for peak in (settings.tune_rate, settings.lora_rate)
+        ]
         for learner in self.learners.values():
-            learner.set_rate(rate)
+            learner.set_rate(*rates)
             learner.optimizer.zero_grad(set_to_none=True)
         window, offset = self.windows.train[step - 1], self._offset(step)
         positions = torch.arange(offset, offset + len(window))
