@@ -75,7 +75,7 @@ def test_the_simplest_mesh_that_fits_is_chosen():
     tight = make_plan(config, context=64, gpus=4, data=1, limit=min(needs))
     assert tight.value(*PEAK) == min(needs) and not tight.notes
     short = make_plan(config, context=64, gpus=4, limit=1.0)
-    assert "No such mesh fits 1 B a rank" in short.notes[-1]
+    assert "No such mesh fits into 1 B per rank" in short.notes[-1]
 
 
 def test_windows_are_divided_among_readers():

@@ -111,7 +111,7 @@ def bench_attention(
 def bench_train(
     variants: Annotated[
         str | None,
-        Option(help="Compare the CPU time of these variants, or all, with rope instead."),
+        Option(help="Instead, compare the CPU time of these variants (or all) with that of rope."),
     ] = None,
     lengths: Annotated[
         str | None, Option(help="Tokens in a window; by default 512,2048 (with --variants: 512).")
@@ -189,9 +189,9 @@ def bench_decode(
 ) -> None:
     """Time the attention of one decode step: the regime cache against SDPA with a dense cache.
 
-    A step appends one token to the cache and computes attention for its query. Both are timed in
-    one run, in turn. Our results are first compared with float64. If a result is wrong, no speed-up
-    is printed and the exit code is 1.
+    A step appends one token to the cache and computes attention for its query. Both caches are
+    timed in one run, in turn. Our results are first compared with float64. If a result is wrong, no
+    speed-up is printed and the exit code is 1.
 
     With --model, the command times the generation of whole models: our decoder with the regime
     cache, our decoder with a dense cache, and transformers' Llama with its DynamicCache and SDPA.

@@ -8,10 +8,10 @@ from mosar.cli.options import NewFolder, Run, Step, check_run
 
 @command("consolidate", stopped="stopped; nothing was left behind")
 def consolidate(run: Run, out: NewFolder, step: Step = None) -> None:
-    """Convert a run folder of several processes into one of a single process.
+    """Merge the checkpoint of a run with several processes into one file, in a new run folder.
 
-    mosar evaluate and mosar train read both kinds. Other tools expect a checkpoint in one file,
-    model.safetensors. The parameters must fit into the memory of one machine.
+    mosar evaluate and mosar train can read both run folders. Other tools expect a checkpoint in one
+    file, model.safetensors. The parameters must fit into the memory of one machine.
 
     Example: mosar consolidate runs/cluster --out runs/plain
     """

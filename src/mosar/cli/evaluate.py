@@ -39,14 +39,14 @@ def evaluate(
     routing: Annotated[
         str | None,
         Option(
-            help="One or more of soft, top1, sparse; native for variants without routers. By "
-            "default all."
+            help="One or more of soft, top1, sparse. Variants without routers have only native, "
+            "retrofitted models also have dense. By default all."
         ),
     ] = None,
     mode: Annotated[
         str | None,
         Option(
-            help="Modes that were not used in training. For rope: pi, ntk, yarn, dynamic-ntk, "
+            help="Other ways to run the trained model. For rope: pi, ntk, yarn, dynamic-ntk, "
             "streaming, minference, flexprefill; for xpos: lex; for fox: acp."
         ),
     ] = None,
@@ -110,8 +110,8 @@ def evaluate(
 
     The same validation text is predicted at every length. If the run was trained on a task
     (data.task), the command measures accuracy by distance instead of perplexity. It saves its
-    records in RUN/evaluations. It compares a folder of mosar retrofit with the base model, also in
-    speed and cache size, and writes the results to RUN/report.md.
+    records in RUN/evaluations. If the run is a retrofit, the command compares it with the base
+    model, also in speed and cache size, and writes RUN/report.md.
 
     Example: mosar evaluate runs/mosar
 

@@ -61,8 +61,8 @@ def generate(
     routing: Annotated[
         str | None,
         Option(
-            help="soft, top1 or sparse (the default, with a bounded cache); native for variants "
-            "without routers."
+            help="soft, top1 or sparse (the default; its cache drops keys that cannot be read "
+            "again); variants without routers have only native."
         ),
     ] = None,
     step: Step = None,

@@ -43,8 +43,8 @@ def look(
     view: Annotated[
         str,
         Option(
-            help="What the picture shows: the page's address after the #, as your browser shows "
-            "it when you choose a token or layer; add alone to hide the other sections.",
+            help="The view in the picture. Select a token or layer in your browser, and copy what "
+            "follows the # in the page's address. Add alone to hide the other sections.",
         ),
     ] = "reading?alone",
     step: Step = None,
@@ -55,7 +55,8 @@ def look(
     """Show which regime every token of a text chose: one page with text, map and attention.
 
     The page is one file and works offline. It contains only the largest attention weights, and it
-    shows how many pairs are saved. The command never makes a tensor of tokens x tokens.
+    shows how many pairs are saved. Long texts fit into memory: no tensor has the size tokens x
+    tokens.
 
     Example: mosar look runs/mosar --text article.txt --out look.html
     """

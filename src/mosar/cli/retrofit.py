@@ -86,7 +86,8 @@ def retrofit(
         Option(
             min=1,
             metavar="WINDOWS",
-            help="Do not train; estimate from this many windows what fewer pairs lose and save.",
+            help="Do not train. Use this many windows to estimate what is lost and saved if fewer "
+            "pairs are read.",
         ),
     ] = None,
     text_field: TextField = "text",

@@ -3,15 +3,15 @@
     all-reduce of x bytes over n ranks        2 (n - 1) / n x
     all-gather or reduce-scatter to x bytes     (n - 1) / n x
 
-data     one all-reduce of the gradients; where FSDP makes it (with shard or tensor), one a pass
-shard    each pass gathers a layer's parameters for forward and again for backward, the others
-         (embedding, final norm) once, and scatters all gradients
-tensor   each layer sums the outputs of attention and feed-forward, and backward the gradients of
-         their inputs; routers sum their hidden numbers and backward the gradients of their
-         probabilities; where keys are copied (fewer key heads than ranks), so are the gradients of
-         keys and values, and the key router, whole on each rank, sums no hidden numbers. Forward
-         sums once more where activations are recomputed. With whole routing groups on each rank
-         routers send nothing
+data     one all-reduce of the gradients; with FSDP (shard or tensor), one per pass
+shard    each pass gathers a layer's parameters for forward and again for backward, gathers the
+         others (embedding, final norm) once, and scatters all gradients
+tensor   each layer sums the outputs of attention and feed-forward; its backward pass sums the
+         gradients of their inputs. Routers sum their hidden numbers, and backward the gradients of
+         their probabilities. If keys are copied (fewer key heads than ranks), the gradients of keys
+         and values are summed too; each rank then has the whole key router, which sums no hidden
+         numbers. If activations are recomputed, the forward sums happen once more. If each rank has
+         whole routing groups, routers send nothing
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def shard_bytes(config: RunConfig, mesh: Mesh, passes: int) -> float:
 def tensor_bytes(config: RunConfig, mesh: Mesh, tokens: int) -> float:
     """`tokens`: of all passes of the update on one rank."""
     model, train = config.model, config.train
-    # Autocast's outputs are narrow, keys and values too; the gradients of the stream are not.
+    # Under autocast, outputs, keys and values are narrow; the gradients of the stream are not.
     width = 2 if train.precision == "bf16" else 4
     forwards = 2 if train.checkpoint_activations else 1
     layer = 2 * model.hidden_size * (forwards * width + 4)

@@ -1,12 +1,12 @@
 """Floating-point operations of one token, products of matrices only (a multiply-add is two).
 
     forward of a weight matrix [a, b]      2 a b
-    attention at context n                 4 H D a pair (scores and values), (n + 1) / 2 pairs
-    backward                               twice the forward; attention 2.5 times (scores again)
+    attention at context n                 4 H D per pair (scores and values), (n + 1) / 2 pairs
+    backward                               twice the forward; attention 2.5 times
 
-Of a mesh they are those of one rank for a token that it sees: tensor-parallel ranks divide what
-they hold in part, and each computes the rest, the output head above all.
-Norms, soft-caps, gates and softmax are left out: a few percent at the sizes that matter.
+With a mesh, these are the operations of one rank for a token that it sees: tensor-parallel ranks
+share the work on divided parameters, and each computes everything else, above all the output head.
+Norms, soft-caps, gates and softmax are left out: they are a few percent at the sizes that matter.
 """
 
 from __future__ import annotations

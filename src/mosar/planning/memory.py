@@ -1,6 +1,6 @@
 """Memory of one rank, in training and for a KV cache.
 
-    parameters, gradients, AdamW     4 + 4 + 8 bytes a parameter, in float32 whatever the precision
+    parameters, gradients, AdamW     4 + 4 + 8 bytes per parameter: always float32
     activations                      the tensors that a layer saves for its backward pass
     loss                             gradients of head and hidden states, and a chunk of logits
 

@@ -13,7 +13,7 @@ from mosar.training.distributed.mesh import Mesh, split_obstacle
 def fitting_meshes(config: RunConfig, gpus: int, sizes: Mapping[str, int]) -> list[Mesh]:
     """Every mesh of `gpus` ranks with the given sizes, the simplest first.
 
-    Simple is little tensor parallelism, then little sharding: each costs communication.
+    Simple means little tensor parallelism, then little sharding, because each needs communication.
     """
     data, shard, tensor = (sizes.get(axis) for axis in Mesh._fields)
     product = prod(sizes.values())

@@ -103,7 +103,7 @@ def make_plan(
         assert refused is not None
         raise refused
     short = (
-        f"No such mesh fits {say(limit, 'B')} a rank; this is the one that needs least. "
+        f"No such mesh fits into {say(limit, 'B')} per rank; this one needs the least. "
         "Fewer tokens in a pass (--set train.micro_batch), train.checkpoint_activations=true, or "
         "more ranks help."
     )

@@ -110,7 +110,7 @@ def every_line(case: Case) -> list[Line]:
         "parameters": _parameters,
         "operations of a token": _operations,
         PEAK[0]: _memory,
-        "KV cache of a sequence, a rank": _cache,
+        "KV cache of a sequence, per rank": _cache,
         "sent by a rank in an update": _communication,
     }
     return [Line(section, *row) for section, rows in sections.items() for row in rows(case)]
@@ -152,7 +152,7 @@ def _operations(case: Case) -> list[Row]:
     whole = "; each tensor rank computes all logits" if mesh.tensor > 1 else ""
     every = flops.attention_flops(config.model, case.context)
     rows: list[Row] = [
-        ("matrices, forward", matrices, "FLOP", "exact", "2 a weight that is used"),
+        ("matrices, forward", matrices, "FLOP", "exact", "2 per weight that is used"),
         ("routers, forward", routers, "FLOP", "exact", "both, all layers"),
         ("attention, all causal pairs", dense, "FLOP", "exact", "mean over a context"),
         ("support density", 100 * rho, "%", basis, how),
@@ -176,7 +176,7 @@ def _operations(case: Case) -> list[Row]:
     how = f"soft routing sees all pairs; backward 2x, attention 2.5x{again}"
     rows.append(("training", training, "FLOP", "modelled", how))
     how = f"{tokens:,} tokens over {ranks} rank{'s' * (ranks > 1)}{whole}"
-    return [*rows, ("an update, a rank", own, "FLOP", "modelled", how)]
+    return [*rows, ("an update, per rank", own, "FLOP", "modelled", how)]
 
 
 def _memory(case: Case) -> list[Row]:
@@ -190,8 +190,8 @@ def _memory(case: Case) -> list[Row]:
     rows: list[Row] = [
         ("parameters", 4 * own, "B", "exact", "float32"),
         ("gradients", 4 * own, "B", "exact", "float32"),
-        ("optimizer", 8 * own, "B", "exact", "AdamW: two numbers a parameter, float32"),
-        ("activations", activations, "B", "modelled", f"{kept}, {tokens:,} tokens a pass"),
+        ("optimizer", 8 * own, "B", "exact", "AdamW: two numbers per parameter, float32"),
+        ("activations", activations, "B", "modelled", f"{kept}, {tokens:,} tokens per pass"),
         ("loss", loss, "B", "modelled", "gradients of head and hidden states"),
         ("logits", logits, "B", "modelled", "a chunk of train.loss_chunk tokens"),
     ]
@@ -205,10 +205,10 @@ def _memory(case: Case) -> list[Row]:
 
 def _cache(case: Case) -> list[Row]:
     rows: list[Row] = [
-        ("every key", case.dense_cache, "B", "exact", f"{case.context:,} keys a layer")
+        ("every key", case.dense_cache, "B", "exact", f"{case.context:,} keys per layer")
     ]
     if case.curve is not None:
-        how = f"{case.kept_keys:,.0f} keys a layer that a later token can read; {case.curve.source}"
+        how = f"{case.kept_keys:,.0f} keys per layer that can be read later; {case.curve.source}"
         rows.append(("sparse routing, evicting", case.cache, "B", "modelled", how))
     return rows
 
