@@ -10,6 +10,9 @@ from typing import Any, ClassVar
 from mosar.records.measurement import Measurement
 from mosar.records.record import Record
 
+# The score from which a task counts as one that the model can do.
+_SOLVED = 0.5
+
 
 @dataclass(frozen=True, kw_only=True)
 class RetrofitEvaluation(Record):
@@ -117,6 +120,11 @@ class RetrofitNeedles(Record):
     @property
     def score(self) -> float:
         return statistics.fmean(self.scores)
+
+    @property
+    def is_solved(self) -> bool:
+        """Whether at least half of the expected words were found."""
+        return self.score >= _SOLVED
 
     def derived(self) -> dict[str, Any]:
         return {"score": self.score}

@@ -21,8 +21,6 @@ from mosar.report.markup import markdown
 
 DESCRIPTION, RECORDS = "adapter.json", "evaluations/retrofit.jsonl"
 REPORT, FIGURE = "report.md", "frontier.png"
-# A task counts where the dense model has at least this score.
-_CAN = 0.5
 _ORDER = ("dense", "soft", "top1", "sparse", "window")
 
 
@@ -297,7 +295,7 @@ def _needles(run: RetrofittedRun, several: bool) -> str:
         cells = [f"{100 * r.score:.0f} %" if r else "" for r in (dense, sparse, window)]
         if dense is not None:
             cells[0] += f" ({len(dense.scores)})"
-            if dense.score < _CAN:
+            if not dense.is_solved:
                 cells[0] += ", does not count"
             elif sparse is not None:
                 kept.setdefault(length, []).append((sparse.score, dense.score))

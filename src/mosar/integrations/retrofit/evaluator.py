@@ -172,16 +172,18 @@ class Evaluator:
                 self._keep(time_retrofit(self.attached, text, [length], rounds=rounds, **names))
 
     def needles(self, contexts: int) -> None:
-        """Dense beside sparse, at every length."""
+        """All tasks of the dense model, at every length; sparse only those that it can do."""
         for routing in (DENSE, "sparse") if contexts else ():
             self.attached.set_routing(routing)
             for length in self.lengths:
                 self._find_needles(self.attached, length, contexts, routing)
 
     def needles_of_windows(self, contexts: int) -> None:
-        """A fixed window that reads as many pairs as the routers did."""
+        """A fixed window that reads as many pairs as the routers did, on the same tasks."""
         for length in self.lengths if contexts else ():
             read = [r.density for r in self._needles(length, "sparse", contexts)]
+            if not read:
+                continue
             sinks = self.attached.config.num_sinks
             reach = window_of_density(sum(read) / len(read), length - ROOM, sinks)
             with fixed_window(self.attached.detach(), reach, sinks, self._routed) as window:
@@ -190,17 +192,20 @@ class Evaluator:
     def _find_needles(
         self, attached: Retrofit, length: int, contexts: int, routing: str, reach: int | None = None
     ) -> None:
-        if any(r.reach == reach for r in self._needles(length, routing, contexts)):
-            return
+        dense = self._needles(length, DENSE, contexts)
+        tasks = TASKS if routing == DENSE else [r.task for r in dense if r.is_solved]
+        there = {r.task for r in self._needles(length, routing, contexts) if r.reach == reach}
+        missing = [task for task in tasks if task not in there]
         label = f"{self.name}: needles in {length} tokens, {routing}"
-        number = contexts * len(TASKS)
-        with length_progress(label, number, enabled=self.progress) as advance:
+        number = contexts * len(missing)
+        with length_progress(label, number, enabled=self.progress and number > 0) as advance:
             self._keep(
                 evaluate_needles(
                     attached,
                     self.attached.tokenizer,
                     length,
                     contexts,
+                    tasks=missing,
                     routing=routing,
                     reach=reach,
                     base=self.base,

@@ -250,18 +250,19 @@ def evaluate_needles(
     length: int,
     contexts: int,
     *,
+    tasks: Sequence[str] = TASKS,
     routing: str,
     reach: int | None = None,
     base: str = "",
     adapter: str = "",
     advance: Callable[[], None] = lambda: None,
 ) -> list[RetrofitNeedles]:
-    """Every task at one length, `contexts` texts each; the routing stays as it is.
+    """Tasks at one length, `contexts` texts each; the routing stays as it is.
 
     routing, reach, base and adapter are for the records.
     """
     records = []
-    for task in TASKS:
+    for task in tasks:
         asked = []
         for number in range(contexts):
             asked.append(ask(attached, tokenizer, make_context(task, number), length))
