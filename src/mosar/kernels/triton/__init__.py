@@ -1,9 +1,15 @@
-"""Attention on the GPU, in Triton: the same plan, the same arithmetic as the native kernels.
+"""Attention on the GPU, in Triton, with the same plan and arithmetic as the native kernels.
 
-Importing this package does not import Triton; the first call does. `tiles` and `logits` hold
-what the kernels share, `forward` and `backward` the kernels of attention, `planning` those of the
-plan, `decode` those of the regime cache; `blocks` their sizes, `plan` the plan on the device, `ops`
-the operators `torch.ops.mosar.triton_*`, and `callers` what `mosar.attention` calls.
+Importing this package does not import Triton; the first call does. The modules:
+
+    tiles, logits       what the kernels share
+    forward, backward   the kernels of attention
+    planning            the kernels of the plan
+    decode              the kernels of the regime cache
+    blocks              the sizes of blocks
+    plan                the plan on the device
+    ops                 the operators `torch.ops.mosar.triton_*`
+    callers             the functions that `mosar.attention` calls
 """
 
 from __future__ import annotations
@@ -16,12 +22,12 @@ from torch import Tensor
 from mosar.lazy import install_line
 
 LARGEST_HEAD_DIM = 256
-# The first NVIDIA GPUs whose matrix units take bfloat16.
+# The oldest NVIDIA GPUs whose matrix units support bfloat16.
 _OLDEST_CAPABILITY = (8, 0)
 
 
 def triton_version() -> str | None:
-    """None where it is not installed."""
+    """The version of Triton; None if it is not installed."""
     try:
         import triton
     except ImportError:
@@ -30,7 +36,7 @@ def triton_version() -> str | None:
 
 
 def obstacle(q: Tensor) -> str | None:
-    """Why these kernels cannot serve a call with this q; None where they can."""
+    """Why these kernels cannot serve a call with this q; None if they can."""
     if q.dtype == torch.float64:
         return "it computes in float32, and q is float64"
     if q.shape[-1] > LARGEST_HEAD_DIM:

@@ -1,16 +1,16 @@
-"""The backward pass: two kernels, each output owned by one program, no atomics, one order of sums.
+"""The backward pass: two kernels. One program owns each output, so sums have a fixed order.
 
     P = exp2(s - max) W / sum      dS = P (dP - delta)      delta = dO·O - dlse
     queries: dQ = dS K,  dpi_q[m] = sum_j dS_ij / W_ij sum_n gate[m][n] pi_k[n]
     keys:    dV = P^T dO, dK = dS^T Q, dpi_k[n] = sum_i dS_ij / W_ij sum_m pi_q[m] gate[m][n]
 
-The first walks the runs of a tile of queries as the forward pass does, and leaves delta behind.
-The second walks, for a tile of sorted keys of one class, the queries that read them: per label one
-run of the sorted queries (the transposed plan). dS / W needs no division; it is 0 where W is held
-at epsilon.
+The first kernel processes the runs of a tile of queries like the forward pass, and stores delta.
+The second one processes, for a tile of sorted keys of one class, the queries that read them: one
+run of the sorted queries per label (the transposed plan). dS / W needs no division; it is 0 where W
+is clamped to epsilon.
 """
 
-# Triton reads these functions, not Python: its types say little to a checker.
+# Triton compiles these functions, not Python, so a type checker cannot check them.
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportAssignmentType=false
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from mosar.kernels.triton.tiles import (
 
 
 class QuerySums(NamedTuple):
-    """What a tile of queries sums over its keys."""
+    """The sums of a tile of queries over its keys."""
 
     dq: tl.tensor
     """[BLOCK_M, BLOCK_D]."""
@@ -66,7 +66,7 @@ class QuerySums(NamedTuple):
 
 
 class KeySums(NamedTuple):
-    """What a tile of keys sums over its queries."""
+    """The sums of a tile of keys over its queries."""
 
     dk: tl.tensor
     dv: tl.tensor
@@ -75,11 +75,11 @@ class KeySums(NamedTuple):
 
 
 class Upstream(NamedTuple):
-    """Of each row: its softmax, and what arrives at it."""
+    """The softmax of each row, and its delta."""
 
     top: tl.tensor
     inverse: tl.tensor
-    """1 / sum, or 0 of a row without keys."""
+    """1 / sum, or 0 for a row without keys."""
     delta: tl.tensor
 
 
@@ -92,10 +92,10 @@ def put_column(total, column, values):
 
 @triton.jit
 def load_upstream(row_max, row_sum, delta, at, live):
-    """What is known of the rows `at`, `delta` being theirs already."""
+    """The softmax of the rows `at`, with their `delta`."""
     total = tl.load(row_sum + at, mask=live, other=0.0)
     return Upstream(
-        # Of a row that is not there every exponential is 0.
+        # If a row does not exist, every exponential is 0.
         top=tl.load(row_max + at, mask=live, other=1e38),
         inverse=tl.where(total == 0.0, 0.0, 1.0 / tl.where(total == 0.0, 1.0, total)),
         delta=delta,
@@ -107,11 +107,11 @@ def add_routing(
     total, dworth, tokens, keys, bias, SQUARE: tl.constexpr,
     REGIMES: tl.constexpr, COLUMNS: tl.constexpr, KEYS_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """total[m] += sum_j dworth_ij sum_n gate[m][n] pi_k[n], of a block [tokens, keys].
+    """total[m] += sum_j dworth_ij sum_n gate[m][n] pi_k[n], for a block [tokens, keys].
 
-    KEYS_FIRST: total[n] += sum_i dworth_ji sum_m pi_q[m] gate[m][n], of a block [keys, tokens].
+    KEYS_FIRST: total[n] += sum_i dworth_ji sum_m pi_q[m] gate[m][n], for a block [keys, tokens].
     """
-    # Steps in the table from gate to gate: of the regime summed for, and of the one summed over.
+    # Strides between gates in the table: of the result's regime, and of the summed regime.
     OWN: tl.constexpr = 1 if KEYS_FIRST else COLUMNS
     OTHER: tl.constexpr = COLUMNS if KEYS_FIRST else 1
     routing = tokens.routing if KEYS_FIRST else keys.routing
@@ -144,7 +144,7 @@ def query_block(
     HEADS: tl.constexpr, PRECISION: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One more block of keys for a tile of queries."""
+    """Adds one more block of keys to a tile of queries."""
     keys, k, v = load_keys(start, limit, source, COLUMNS, HEAD_DIM, BLOCK_D, BLOCK_N)
     product = tl.dot(queries, tl.trans(k), input_precision=PRECISION)
     score, slope = make_logits(
@@ -152,7 +152,7 @@ def query_block(
         EDGE, BIAS, CAPPED, SQUARE, False,
     )  # fmt: skip
     dprob = tl.dot(arriving, tl.trans(v), input_precision=PRECISION)
-    # Without the worth, if there is one.
+    # Without the factor of the worth, if there is one.
     plain = tl.exp2(score - upstream.top[:, None]) * upstream.inverse[:, None]
     dscore = plain * (dprob - upstream.delta[:, None])
     routing, mixed, weight, weighted = sums.routing, sums.mixed, sums.weight, sums.weighted
@@ -197,11 +197,11 @@ def query_kernel(
     BIAS: tl.constexpr, CAPPED: tl.constexpr, SQUARE: tl.constexpr, EXACT: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """dq, delta, and dpi_q in shares of the query heads, to be summed over them."""
+    """dq, delta, and the parts of dpi_q from each share of the query heads, to be summed later."""
     HEADS: tl.constexpr = heads_of_tile(SHARE, BLOCK_M)
     CHUNKS: tl.constexpr = (SHARE + HEADS - 1) // HEADS
     TOKENS: tl.constexpr = BLOCK_M // HEADS
-    # dpi_q is corrected row by row where it is exact.
+    # dpi_q is corrected row by row if it must be exact.
     SPREAD: tl.constexpr = (
         (BIAS == WORTH) and (HEADS > 1) and (HEADS * TOKENS == BLOCK_M) and not EXACT
     )
@@ -268,14 +268,14 @@ def query_kernel(
     if BIAS == WORTH:
         found = sums.routing
         if EXACT:
-            # dS must sum to 0 over keys. With delta = dO·O, rounded elsewhere, it does so only
-            # roughly, and the coefficients of pi_q, all of one sign, add the rest up. So delta is
-            # replaced by the sum of P dP over this very pass, after the fact.
+            # dS must sum to 0 over keys. With delta = dO·O, which was rounded elsewhere, it does so
+            # only roughly. The coefficients of pi_q all have one sign, so the errors add up. So we
+            # replace delta afterwards by the sum of P dP over this pass.
             weight = tl.where(sums.weight > 0.0, sums.weight, 1.0)
             error = tl.where(sums.weight > 0.0, dot - sums.weighted / weight, 0.0)
             found += error[:, None] * sums.mixed
         if SPREAD:
-            # The first head of the tile stands for all of them.
+            # The first head of the tile stores the sums of all heads.
             found = spread_heads(found, HEADS, False)
             found = tl.where((rows.head == first_head)[:, None], found, 0.0)
         store_matrix(dpi_q, at * REGIMES, rows.live, found, REGIMES, BLOCK_R)
@@ -291,7 +291,7 @@ def key_block(
     HEADS: tl.constexpr, PRECISION: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """One more tile of queries [begin, end) for a tile of keys."""
+    """Adds one more tile of queries [begin, end) to a tile of keys."""
     TOKENS: tl.constexpr = BLOCK_M // HEADS
     rows = take_rows(begin, end, first_head, last_head, by_query, HEADS, TOKENS, BLOCK_M)
     tokens = take_tokens(begin, end, rows, by_query, pi_q, SPREAD, TOKENS, REGIMES)
@@ -348,7 +348,7 @@ def key_kernel(
     BLOCK_R: tl.constexpr, BIAS: tl.constexpr, CAPPED: tl.constexpr, SQUARE: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """dk, dv and dpi_k per key/value head, each of the SPLITS parts of its query heads apart."""
+    """dk, dv and dpi_k per key/value head, separately for the SPLITS parts of its query heads."""
     MINE: tl.constexpr = SHARE // SPLITS
     HEADS: tl.constexpr = heads_of_tile(MINE, BLOCK_M)
     CHUNKS: tl.constexpr = (MINE + HEADS - 1) // HEADS

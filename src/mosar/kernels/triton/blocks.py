@@ -1,14 +1,14 @@
 """Block sizes: a small set per kernel and head dim, timed on first use.
 
-Rows and keys of a tile are bounded by what its sums cost in registers (rows x head dim of float32)
-and its operands in shared memory; a wide head dim takes narrow blocks. Sorted supports are ragged,
-so narrow key blocks are worth a try everywhere: they cover less beyond the edges of a run.
+The rows and keys of a tile are limited by the registers for its sums (rows x head dim of float32)
+and the shared memory for its operands, so a wide head dim needs narrow blocks. The runs of sorted
+supports have uneven edges, so narrow key blocks are always tried: they waste less at the edges.
 
-The first of each set needs no more than the 99 KiB of shared memory that consumer cards have, or
-the 64 KiB of HIP; where another one of the set does not fit, tuning leaves it out.
+The first entry of each set needs at most the 99 KiB of shared memory of consumer cards, or the
+64 KiB of HIP. If another entry does not fit, tuning skips it.
 
-The interpreter, and `torch.use_deterministic_algorithms`, take the first of the set untimed: other
-blocks are another order of sums.
+The interpreter and `torch.use_deterministic_algorithms` use the first entry without timing, because
+other blocks sum in another order.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Blocks(NamedTuple):
 
 
 KERNELS = {"forward": forward_kernel, "query": query_kernel, "key": key_kernel}
-# By padded head dim, up to: half precision on CUDA. Three stages, because the loop loads indices
-# first and keys by them after.
+# Half precision on CUDA, by the largest padded head dim. Three stages, because the loop loads
+# indices first, and then keys by these indices.
 _CUDA = {
     "forward": {
         64: (Blocks(128, 32, 8, 3), Blocks(64, 32, 4, 3), Blocks(128, 64, 8, 3)),
@@ -53,7 +53,7 @@ _CUDA = {
         256: (Blocks(32, 32, 8, 2), Blocks(16, 64, 8, 2)),
     },
 }
-# On HIP: wavefronts of 64, 64 KiB of shared memory, and loads that wait in registers.
+# HIP has wavefronts of 64, 64 KiB of shared memory, and loads that wait in registers.
 _HIP = {
     "forward": {
         64: (Blocks(128, 32, 4, 2), Blocks(64, 32, 4, 1)),
@@ -71,7 +71,7 @@ _HIP = {
         256: (Blocks(16, 32, 4, 1), Blocks(32, 16, 4, 1)),
     },
 }
-# float32 feeds no matrix unit, and every operand is twice as large: the same for all kernels.
+# float32 uses no matrix unit, and every operand is twice as large; all kernels use the same set.
 _CUDA_SINGLE = {
     64: (Blocks(32, 32, 8, 1), Blocks(32, 32, 4, 1)),
     128: (Blocks(32, 32, 8, 1), Blocks(16, 32, 8, 1)),
@@ -93,7 +93,7 @@ def is_interpreted() -> bool:
 def candidates(
     name: str, head_dim: int, dtype: torch.dtype, *, hip: bool = False
 ) -> tuple[Blocks, ...]:
-    """The blocks worth timing; the first is a good guess, and fits into any device."""
+    """The blocks worth timing; the first is a good guess and fits every device."""
     if dtype == torch.float32:
         by_dim = _HIP_SINGLE if hip else _CUDA_SINGLE
     else:
@@ -104,7 +104,7 @@ def candidates(
 def choose(
     name: str, head_dim: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Any, dict[str, int]]:
-    """The kernel to launch, and the blocks to give it unless it finds them itself."""
+    """The kernel to launch, and its blocks, unless the kernel tunes them itself."""
     kernel = KERNELS[name]
     if is_interpreted():
         return kernel, {"BLOCK_M": INTERPRETED.rows, "BLOCK_N": INTERPRETED.keys}
@@ -125,7 +125,7 @@ def _launch_options(blocks: Blocks) -> dict[str, int]:
 
 @lru_cache(maxsize=64)
 def _tuned(name: str, found: tuple[Blocks, ...], device: torch.device) -> Any:
-    """One tuner per device: what is best on one may not fit into another."""
+    """One tuner per device, because the best blocks of one may not fit another."""
     configs = [
         triton.Config(
             {"BLOCK_M": blocks.rows, "BLOCK_N": blocks.keys},
@@ -137,7 +137,7 @@ def _tuned(name: str, found: tuple[Blocks, ...], device: torch.device) -> Any:
     return triton.autotune(configs, key=_KEY)(KERNELS[name])
 
 
-# What the best blocks depend on, besides dtypes.
+# The values that the best blocks depend on, besides dtypes.
 _KEY = [
     *("SHARE", "HEAD_DIM", "BIAS", "CAPPED", "PRECISION", "LABELS", "REGIMES", "COLUMNS"),
     "length_class",
@@ -145,14 +145,15 @@ _KEY = [
 
 
 def length_class(num_keys: int) -> int:
-    """Contexts that are timed apart: a few tiles, some tens, many."""
+    """The classes of contexts that are timed separately: a few tiles, some tens, many."""
     return (num_keys > 1024) + (num_keys > 8192)
 
 
 def num_splits(programs: int, share: int, device: torch.device) -> int:
-    """Into how many parts the query heads of a key/value head are divided among programs.
+    """The number of parts into which the query heads of a key/value head are divided.
 
-    Each part costs a copy of dk and dv in float32, so only as many as fill the device.
+    Each part is one program and needs a float32 copy of dk and dv, so there are only as many parts
+    as fill the device.
     """
     splits = 1
     while programs * splits < 2 * _num_processors(device) and share % (2 * splits) == 0:

@@ -1,4 +1,4 @@
-"""Attention on the GPU: what `mosar.attention` calls."""
+"""Attention on the GPU: the functions that `mosar.attention` calls."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mosar.kernels.triton.plan import (
     sparse_plan,
 )
 
-# Where no gate is computed.
+# The arguments of calls that compute no gate.
 _NO_GATE = Gate(0.0, 2.0)
 
 
@@ -31,8 +31,8 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """See `mosar.core.bias`; no gradient reaches log_gate or slopes.
 
-    Labels that do not end at the reach are sorted like those that do, but with boundless runs: no
-    gate is mixed, and none evaluated on a plateau.
+    Top-1 routing uses the same sorted plan as sparse routing, but with unlimited runs. No gates are
+    mixed, and no gate is evaluated on a plateau.
     """
     run = partial(_run, q, k, v, scale=scores.scale, softcap=scores.softcap or 0.0)
     if isinstance(bias, DistanceBias):

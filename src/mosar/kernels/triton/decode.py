@@ -1,10 +1,11 @@
-"""One query a row over the regime cache: split over the keys of each list, then combined.
+"""Attention of one query per row over the regime cache: in parts of each list, then combined.
 
-`mosar.model.cache.regime_lists` says how keys are stored: lists per (row, group, class) in pages of
-a pool. A program takes one key/value head, one class and one part of the slice that the query reads
-of that list; what it finds is a partial softmax. A second kernel joins the parts of a query head.
+`mosar.model.cache.regime_lists` describes how keys are stored: lists per (row, group, class) in
+pages of a pool. A program processes one key/value head, one class, and one part of the slice that
+the query reads of that list, and computes a partial softmax. A second kernel combines the parts of
+a query head.
 
-The number of parts follows from the longest list the table has room for, which the host knows:
+The number of parts follows from the longest list that fits into the table. The host knows it, so
 nothing waits for the device.
 """
 
@@ -23,18 +24,18 @@ from mosar.kernels.triton.launches import handed_over, in_base_two, keep_whole, 
 from mosar.kernels.triton.logits import GEOMETRY, LN2, NEVER, cap_scores, fall, take_plateau
 from mosar.kernels.triton.plan import plateaus
 
-# Keys that a part should have at least, so that reading them outweighs starting and joining it.
+# The smallest useful part: with fewer keys, starting and combining it costs more than reading.
 _KEYS_PER_PART = 256
 _MOST_PARTS = 32
-# Of a block of keys: what several of them leave of 64 KiB of shared memory.
+# The bytes of a block of keys, so that several of them fit into 64 KiB of shared memory.
 _BLOCK_BYTES = 16 * 1024
-# Query heads in a program: sums of more do not stay in registers at wide head dims.
+# Query heads per program: the sums of more do not fit into registers at wide head dims.
 _MOST_ROWS = 32
 
 
 @triton.jit
 def find_page(pages, marks, begin, end, first, PAGE: tl.constexpr):
-    """The first page of a list with a key at position `first` or later: a binary search."""
+    """Finds the first page of a list with a key at position `first` or later, by binary search."""
     low, high = begin // PAGE, tl.cdiv(end, PAGE)
     while low < high:
         middle = (low + high) // 2
@@ -74,10 +75,10 @@ def decode_kernel(
     entry = table + (row_group * CLASSES + c).to(tl.int64) * width
     begin, end = tl.load(entry), tl.load(entry + 1)
     pages = entry + 2
-    # Of a boundless reach this overflows nothing: positions are not negative.
+    # An unlimited reach does not overflow here, because positions are not negative.
     first = position - tl.load(reach + label * CLASSES + c)
     low = find_page(pages, marks, begin, end, first, PAGE) * PAGE
-    # Every part starts with a page; where `low` is beyond the end there is none.
+    # Every part starts at a page; if `low` is beyond the end, there is no part.
     size = tl.cdiv(tl.cdiv(tl.maximum(end - low, 0), num_parts), PAGE) * PAGE
     start = low + part * size
     stop = tl.minimum(start + size, end)
@@ -143,7 +144,7 @@ def combine_kernel(
     part_max, part_sum, part_out, out, lse, num_parts,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """Joins the parts of one query head."""
+    """Combines the parts of one query head."""
     head = tl.program_id(0).to(tl.int64)
     dim = tl.arange(0, BLOCK_D)
     top = tl.full([1], NEVER, tl.float32)
@@ -273,10 +274,11 @@ def attend_token(
     softcap: float | None,
     config: MoSARConfig,
 ) -> tuple[Tensor, Tensor]:
-    """q [B, Hq, 1, D] of labels [B, Gr] over the lists of a cache; output and log-sum-exp.
+    """Output and log-sum-exp of q [B, Hq, 1, D] with labels [B, Gr] over the lists of a cache.
 
-    state: k_pool, v_pool, table, marks and more; position: of every row where there are no
-    positions [B, 1]. What the host keeps (table, marks, positions) is handed to the device.
+    state: k_pool, v_pool, table, marks and more; position: the position of every row if no
+    positions [B, 1] are given. Tensors on the host (table, marks, positions) are copied to the
+    device.
     """
     k_pool, v_pool, table, marks, *_ = state
     device = q.device

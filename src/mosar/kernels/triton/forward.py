@@ -1,11 +1,11 @@
-"""The forward pass: a program per tile of queries of one label, online softmax.
+"""The forward pass: one program per tile of queries of one label, with an online softmax.
 
-Of each key class a tile reads one run of the sorted keys. The whole blocks that lie inside
-everybody's run, and on everybody's plateau, go straight from product to exponential; the edges of
-the run get bias and mask.
+A tile reads one run of the sorted keys of each class. Blocks that are inside the runs and on the
+plateaus of all of its queries go straight from product to exponential. Only the edges of the run
+need bias and mask.
 """
 
-# Triton reads these functions, not Python: its types say little to a checker.
+# Triton compiles these functions, not Python, so a type checker cannot check them.
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportAssignmentType=false
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def attend_block(
     SPREAD: tl.constexpr, REGIMES: tl.constexpr, COLUMNS: tl.constexpr, HEADS: tl.constexpr,
     PRECISION: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One more block of keys: places [start, limit) of the sorted ones."""
+    """Adds one more block of keys: [start, limit) in sorted order."""
     keys, k, v = load_keys(start, limit, source, COLUMNS, HEAD_DIM, BLOCK_D, BLOCK_N)
     product = tl.dot(queries, tl.trans(k), input_precision=PRECISION)
     score, _ = make_logits(
@@ -71,13 +71,13 @@ def attend_block(
         worth = at_least(worth, bias.epsilon)
         if SPREAD:
             worth = spread_heads(worth, HEADS, False)
-        # The exponent of the worth is nearly its logarithm: weights end up in [0, 2), and half
-        # precision does not lose a row whose largest score is worth little.
+        # The exponent of the worth is nearly its logarithm, so weights are in [0, 2). Half
+        # precision then does not lose a row whose largest score has a small worth.
         about = ((worth.to(tl.int32, bitcast=True) >> 23) - 127).to(tl.float32)
         top = tl.maximum(state.top, tl.max(score + about, axis=1))
     else:
         top = tl.maximum(state.top, tl.max(score, axis=1))
-    # Nothing to read yet: any finite number serves.
+    # Before the first key, any finite number works.
     finite = tl.where(top == NEVER, 0.0, top)
     weight = tl.exp2(score - finite[:, None])
     if BIAS == WORTH:
@@ -159,6 +159,6 @@ def forward_kernel(
     store_matrix(out, at * HEAD_DIM, rows.live, state.sums / total[:, None], HEAD_DIM, BLOCK_D)
     found = tl.where(empty, NEVER, (state.top + tl.log2(total)) * LN2)
     tl.store(lse + at, found, mask=rows.live)
-    # Both, as the log-sum-exp is too coarse to repeat exponentials from.
+    # Store both, because the log-sum-exp is too coarse to recompute exponentials from it.
     tl.store(row_max + at, tl.where(empty, 0.0, state.top), mask=rows.live)
     tl.store(row_sum + at, state.total, mask=rows.live)

@@ -1,4 +1,4 @@
-"""What every launch needs: its device, numbers in base 2, and what the host hands over."""
+"""What every launch needs: its device, numbers in base 2, and tensors from the host."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ LOG2E = math.log2(math.e)
 
 
 def launching_on(tensor: Tensor) -> AbstractContextManager[object]:
-    """Around launches: Triton takes the current device, which need not be the tensors'."""
+    """A context for launches: Triton uses the current device, which may not be the tensors'."""
     return torch.cuda.device_of(tensor)
 
 
 def keep_whole(name: str) -> None:
-    """Makes torch.compile take `mosar::{name}` as one piece, as it takes operators of C++.
+    """Makes torch.compile treat `mosar::{name}` as one operator, like an operator in C++.
 
-    Left to itself it would copy the kernels' source into its own, but not the named tuples that
-    this source is written with.
+    Otherwise it would copy the source of the kernels into its own, but not the named tuples that
+    they use.
     """
     torch.library.register_torch_dispatch(
         f"mosar::{name}",
@@ -31,7 +31,7 @@ def keep_whole(name: str) -> None:
 
 
 def in_base_two(scale: float, softcap: float, barrier: float) -> dict[str, float | bool]:
-    """The factors that kernels take: of products, of capped scores (softcap 0: none), of gates."""
+    """The factors of products, of capped scores (softcap 0: no cap) and of gates."""
     capped = softcap > 0
     return {
         "factor": scale / softcap if capped else scale * LOG2E,
@@ -42,7 +42,7 @@ def in_base_two(scale: float, softcap: float, barrier: float) -> dict[str, float
 
 
 def handed_over(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host on a device, which does not wait for it: from pinned memory."""
+    """Copies a tensor from the host through pinned memory, so that nothing waits for the device."""
     if device.type != "cuda" or tensor.device == device:
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)

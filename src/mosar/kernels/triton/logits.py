@@ -1,12 +1,12 @@
 """What the kernels share: logits of a block, their biases, and mixtures of gates.
 
-A block is [rows, keys], or [keys, rows] where KEYS_FIRST; in place of the rows, of which each is a
-token of one head, it may have the tokens alone (`tiles.py`).
+A block is [rows, keys], or [keys, rows] with KEYS_FIRST. A row is a token of one head; some blocks
+have tokens instead of rows (`tiles.py`).
 
-Everything is in base 2. A mixture of gates multiplies exponentials instead of entering logits.
+Exponentials are in base 2. A mixture of gates multiplies them instead of being added to logits.
 """
 
-# Triton reads these functions, not Python: its types say little to a checker.
+# Triton compiles these functions, not Python, so a type checker cannot check them.
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportAssignmentType=false
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NEVER = tl.constexpr(float("-inf"))
 
 
 class Bias(NamedTuple):
-    """What the biases are made of; each kind reads its part."""
+    """The data of all kinds of bias; each kind reads its part."""
 
     barrier: tl.tensor
     exponent: tl.tensor
@@ -41,7 +41,7 @@ class Bias(NamedTuple):
 
 
 class Plateau(NamedTuple):
-    """Where the gate of one regime pair starts to fall, and 1 / the length of the fall."""
+    """The distance where the gate of one regime pair starts to fall, and 1 / the transition."""
 
     whole: tl.tensor
     fraction: tl.tensor
@@ -50,7 +50,7 @@ class Plateau(NamedTuple):
 
 @triton.jit
 def take_plateau(plateaus, falls, label, c, CLASSES: tl.constexpr, BIAS: tl.constexpr):
-    """The geometry of a (label, class), where it is what the bias is made of."""
+    """The geometry of a (label, class), if the bias uses it."""
     if BIAS == GEOMETRY:
         return load_plateau(plateaus, falls, label * CLASSES + c)
     else:
@@ -87,7 +87,7 @@ def over_keys(x, KEYS_FIRST: tl.constexpr):
 
 @triton.jit
 def spread_heads(x, HEADS: tl.constexpr, KEYS_FIRST: tl.constexpr):
-    """A block over tokens as one over rows."""
+    """Turns a block over tokens into one over rows."""
     if KEYS_FIRST:
         x = tl.broadcast_to(x[:, :, None], [x.shape[0], x.shape[1], HEADS])
         return tl.reshape(x, [x.shape[0], x.shape[1] * HEADS])
@@ -139,8 +139,8 @@ def cap_scores(product, factor, cap, CAPPED: tl.constexpr):
 
 @triton.jit
 def fall(distance, plateau, barrier, exponent, SQUARE: tl.constexpr):
-    """-log2 of one regime pair's gate, the barrier being in base 2."""
-    # In whole numbers first: float32 holds no fraction of a far plateau.
+    """-log2 of one regime pair's gate; the barrier is in base 2."""
+    # Subtract integers first, because float32 cannot hold the fraction of a far plateau.
     beyond = (distance - plateau.whole).to(tl.float32) - plateau.fraction
     progress = tl.minimum(tl.maximum(beyond * plateau.inverse, 0.0), 1.0)
     if SQUARE:
@@ -151,8 +151,8 @@ def fall(distance, plateau, barrier, exponent, SQUARE: tl.constexpr):
 
 @triton.jit
 def is_level(tokens, keys, bias):
-    """The place of the nearest pair of a block in a table by distance, and whether the table holds
-    the same from there to the farthest pair.
+    """The table index of the nearest pair of a block, and whether the table is constant from there
+    to the farthest pair.
     """
     nearest = tl.minimum(tl.maximum(tokens.first - keys.last, 0), bias.table_length - 1)
     return nearest, tl.load(bias.level_until + nearest) >= tokens.last - keys.first
@@ -160,9 +160,9 @@ def is_level(tokens, keys, bias):
 
 @triton.jit
 def gate_places(tokens, keys, bias, KEYS_FIRST: tl.constexpr):
-    """Where the gates of a block's pairs are in the table, of the nearest, and if all are level.
+    """Table indices of the gates of all pairs, of the nearest pair, and whether all are equal.
 
-    Without a table (then its length is 1) these are distances, and 0.
+    Without a table (its length is then 1) these are the distances, and 0.
     """
     nearest, level = is_level(tokens, keys, bias)
     distance = over_rows(tokens.position, KEYS_FIRST) - over_keys(keys.position, KEYS_FIRST)
@@ -174,7 +174,7 @@ def gate_places(tokens, keys, bias, KEYS_FIRST: tl.constexpr):
 
 @triton.jit
 def take_gates(pair, at, bias, SQUARE: tl.constexpr):
-    """The gates of one regime pair at places that `gate_places` gave."""
+    """The gates of one regime pair at the indices from `gate_places`."""
     if bias.table is not None:
         return tl.load(bias.table + pair * bias.table_length + at)
     else:
@@ -188,9 +188,9 @@ def make_logits(
     EDGE: tl.constexpr, BIAS: tl.constexpr, CAPPED: tl.constexpr, SQUARE: tl.constexpr,
     KEYS_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Products q·k to logits in base 2, and the derivative of the cap.
+    """Turns products q·k into logits in base 2; also returns the derivative of the cap.
 
-    Only at an EDGE are pairs masked, and gates of one regime pair different from 1.
+    Pairs are masked, and gates of one regime pair differ from 1, only at an EDGE.
     """
     score, slope = cap_scores(product, factor, cap, CAPPED)
     distance = over_rows(rows.position, KEYS_FIRST) - over_keys(keys.position, KEYS_FIRST)
@@ -207,7 +207,7 @@ def make_logits(
             else:
                 at = tl.minimum(tl.maximum(distance, 0), bias.table_length - 1)
                 added += tl.load(over_rows(line, KEYS_FIRST) + at)
-            # Also of a logit of infinity: such a pair does not exist.
+            # This also applies to an infinite logit, because such a pair does not exist.
             score = tl.where(added == NEVER, NEVER, score + added)
     if EDGE:
         if BIAS == GEOMETRY:
@@ -220,7 +220,7 @@ def make_logits(
 
 @triton.jit
 def at_least(worth, epsilon):
-    """The worth, held at epsilon; what is not a number stays so, and is seen."""
+    """The worth, at least epsilon; NaN propagates."""
     return tl.maximum(worth, epsilon, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -231,7 +231,7 @@ def mix_gates(
 ):  # fmt: skip
     """The worth sum_mn pi_q[m] gate[m][n][d] pi_k[n] of each (token, key).
 
-    Level gates are numbers, and the block a sum of outer products.
+    If all gates of the block are equal, they are numbers, and the block is a sum of outer products.
     """
     at, nearest, level = gate_places(tokens, keys, bias, KEYS_FIRST)
     worth = tl.zeros(at.shape, tl.float32)

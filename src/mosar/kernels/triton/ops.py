@@ -48,9 +48,9 @@ def attend(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output [B, Hq, T, D], log-sum-exp [B, Hq, T], maximum and sum of each softmax [2, B, Hq, T].
 
-    The plan is a `DevicePlan`; softcap 0: none; exponent, barrier and plateaus make the gates of
-    GEOMETRY, `table` [R * C, length] those of WORTH, `table` [1 or Hq, length] in base 2 and slopes
-    the bias of TABLE.
+    The plan is a `DevicePlan`; softcap 0: none. GEOMETRY takes its gates from exponent, barrier and
+    plateaus, and WORTH from `table` [R * C, length]. TABLE takes its bias from `table`
+    [1 or Hq, length] in base 2 and slopes.
     """
     common = _common(locals())
     out, lse, softmax = empty_results(q)
@@ -138,7 +138,7 @@ def attend_backward(
     classes = run_lo.shape[2]
     kernel, blocks = choose("key", dim, q.dtype, q.device)
     splits = num_splits(batch * kv_heads * keys // 64, heads // kv_heads, q.device)
-    # Zero where the plan may leave out keys: it lists no padding.
+    # Zeros, because the plan leaves out padded keys.
     new = delta.new_empty if key_order is None else delta.new_zeros
     dtype = q.dtype if splits == 1 else torch.float32
     dk = new((splits, *k.shape), dtype=dtype)
@@ -169,12 +169,12 @@ def attend_backward(
         return dq, dk, dv, delta.new_empty(0), delta.new_empty(0)
     dpi_q = shares_q.unflatten(1, (groups, heads // groups)).sum(dim=2)
     dpi_k = shares_k.sum(dim=0).unflatten(1, (groups, kv_heads // groups)).sum(dim=2)
-    # Sinks, a column of their own, are not routed.
+    # Sinks have their own column and are not routed.
     return dq, dk, dv, dpi_q, F.pad(dpi_k, (0, pi_k.shape[-1] - regimes))
 
 
 def _common(given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments that all kernels take, of those that an operator was given."""
+    """The arguments of an operator that all kernels take."""
     q, k, v, run_lo, table = (given[name] for name in ("q", "k", "v", "run_lo", "table"))
     pi_q, pi_k, groups, exponent = (given[x] for x in ("pi_q", "pi_k", "groups", "exponent"))
     batch, heads, queries, dim = q.shape
@@ -222,7 +222,7 @@ def _common(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _dot_precision(q: Tensor) -> str:
-    """float32 products as torch itself is told to make them, by its older or its newer settings."""
+    """The precision of float32 products, from torch's older or newer settings."""
     if q.dtype != torch.float32 or torch.version.hip is not None:
         return "ieee"
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
@@ -241,7 +241,7 @@ def _query_grid(q: Tensor, k: Tensor, query_offsets: Tensor):
     return grid
 
 
-# Shapes alone: the interpreter cannot run a kernel on tensors without data.
+# Only shapes, because the interpreter cannot run a kernel on tensors without data.
 register_attention("triton_attend", impl="triton")
 keep_whole("triton_attend")
 keep_whole("triton_attend_backward")

@@ -1,11 +1,10 @@
-"""The plan on the device: made there, without waiting for it.
+"""The plan, made on the device without waiting for it.
 
-Tokens at their default positions are sorted by counting, in seven launches (`planning.py`);
-positions that are given, and segments, take torch's sorts and binary searches
-(`mosar.kernels.plan`).
+Tokens at default positions are sorted by counting, in seven launches (`planning.py`). Given
+positions and segments use torch's sorts and binary searches (`mosar.kernels.plan`).
 
-The grid needs no count from the device: a plan of R labels fills at most ceil(T / tile) + R - 1
-tiles, and the programs beyond the last one end at once.
+The grid needs no count from the device: a plan of R labels has at most ceil(T / tile) + R - 1
+tiles, and programs beyond the last tile end at once.
 
 Shapes: P plan rows, T queries, S keys, R labels, C classes; all int32.
 """
@@ -45,22 +44,22 @@ from mosar.kernels.triton.planning import (
 )
 
 _FAR = torch.iinfo(torch.int32).max
-# Tokens that a planning program takes, and blocks of them whose counts one step sums up.
+# Tokens per planning program, and the number of blocks whose counts one step sums.
 BLOCK = 1024
 _BLOCKS = 64
 
 
 class DevicePlan(NamedTuple):
-    """A plan as the kernels read it; `mosar.kernels.plan.Plan` says what its parts mean."""
+    """A plan as the kernels read it; `mosar.kernels.plan.Plan` explains its parts."""
 
     query_order: Tensor | None
     """[P, T]; None: as they come."""
     key_order: Tensor | None
     """[P, S]; None: as they come."""
     query_places: Tensor | None
-    """[P, T], sorted; None: they count up to the last key's."""
+    """[P, T], sorted; None: consecutive positions that end at the last key's."""
     key_places: Tensor | None
-    """[P, S], sorted; None: they count up from 0."""
+    """[P, S], sorted; None: 0, 1, 2, ..."""
     query_offsets: Tensor
     """[P, R + 1]."""
     key_offsets: Tensor
@@ -70,7 +69,7 @@ class DevicePlan(NamedTuple):
     run_hi: Tensor
     """[P, T, C]."""
     run_flat: Tensor | None
-    """[P, T, C]: the first key on the query's plateau; None where no gate is evaluated."""
+    """[P, T, C]: the first key on the query's plateau; None if no gate is evaluated."""
 
 
 def sparse_plan(
@@ -81,7 +80,7 @@ def sparse_plan(
     *,
     everywhere: bool = False,
 ) -> DevicePlan:
-    """The plan of top-1 labels: the pairs of the support, or all that exist."""
+    """The plan of top-1 labels: the pairs of the support, or all existing pairs."""
     plateau, _ = plateaus(config, labels_q.device)
     if layout.default_positions and layout.key_segments is None:
         classes = key_classes(labels_k, config, layout)
@@ -110,7 +109,7 @@ def sparse_plan(
 def _boundless_reach(
     config: MoSARConfig, window: int | None, device: torch.device | None = None
 ) -> Tensor:
-    """The reach of top-1 routing, [R, C]: all that exists."""
+    """The reach of top-1 routing, [R, C]: all existing pairs."""
     reach = whole_reach(config, window, device=device)
     return torch.full_like(reach, _FAR if window is None else window)
 
@@ -119,9 +118,9 @@ def _boundless_reach(
 def plan_by_counting(
     labels_q: Tensor, classes_k: Tensor, reach: Tensor, plateau: Tensor, padded: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The parts of a `DevicePlan`, of labels [P, T] and classes [P, S] at default positions.
+    """The parts of a `DevicePlan` for labels [P, T] and classes [P, S] at default positions.
 
-    With `padded`, class C stands for keys that are not there.
+    With `padded`, class C means padding.
     """
     rows, queries = labels_q.shape
     keys = classes_k.shape[1]
@@ -156,7 +155,7 @@ def plan_by_counting(
 def _sort_by_counting(
     parts: Tensor, num_parts: int, listed: int, shift: int, before: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Order and places [P, L] of tokens sorted by their part, and offsets [P, listed + 1]."""
+    """Order and positions [P, L] of tokens sorted by their part, and offsets [P, listed + 1]."""
     rows, length = parts.shape
     num_blocks = -(-length // BLOCK)
     new = partial(parts.new_empty, dtype=torch.int32)
@@ -192,17 +191,17 @@ def _fake_plan(labels_q, classes_k, reach, plateau, padded):
     return tuple(labels_q.new_empty(shape, dtype=torch.int32) for shape in [*shapes, *[runs] * 3])
 
 
-# Shapes alone: the interpreter cannot run a kernel on tensors without data.
+# Only shapes, because the interpreter cannot run a kernel on tensors without data.
 plan_by_counting.register_fake(_fake_plan)
 keep_whole("triton_plan")
 
 
 def dense_plan(layout: Layout) -> DevicePlan:
-    """The plan of all pairs that exist; the ordinary one is kept for other layers and steps."""
+    """The plan of all existing pairs; the ordinary one is cached for other layers and steps."""
     if not layout.is_ordinary:
         return _device_plan(dense_plan_input(layout), None)
     queries, keys = layout.query_positions.shape[1], layout.key_positions.shape[1]
-    # What a graph of launches reads must live as long as the graph: it gets its own.
+    # A graph of launches gets its own copy, which must live as long as the graph.
     in_graph = torch.compiler.is_compiling() or _is_capturing()
     make = _ordinary_plan.__wrapped__ if in_graph else _ordinary_plan
     return make(queries, keys, layout.window, layout.query_positions.device)
@@ -255,10 +254,10 @@ def _device_plan(given: PlanInput, plateau: Tensor | None) -> DevicePlan:
 def _first_on_plateau(
     plan: Plan, query_places: Tensor, key_places: Tensor, labels: Tensor, plateau: Tensor
 ) -> Tensor:
-    """Per sorted query and class the first key no farther than the plateau, [P, T, C]."""
+    """For each sorted query and class, the first key within the plateau, [P, T, C]."""
     classes = plateau.shape[1]
     span = torch.maximum(query_places.max(), key_places.max()).long() + 1
-    # One number orders by class first, as in the plan; padding stays behind.
+    # One number sorts by class first, as in the plan; padding comes last.
     sequence = _part_of(plan.key_offsets, key_places.shape[1]) * span + key_places
     sequence = torch.where(plan.key_order < 0, (classes + 1) * span, sequence)
     first = (query_places.long()[:, :, None] - plateau.long()[labels.long()]).clamp_min(0)
@@ -267,21 +266,21 @@ def _first_on_plateau(
 
 
 def _part_of(offsets: Tensor, length: int) -> Tensor:
-    """The part (label, or class) of each sorted place, [P, length]; the last one behind all."""
+    """The part (label or class) of each sorted token, [P, length]; the last part after the end."""
     places = torch.arange(length, dtype=offsets.dtype, device=offsets.device)
     places = places.expand(offsets.shape[0], -1).contiguous()
     return torch.searchsorted(offsets[:, 1:-1].contiguous(), places, right=True)
 
 
 class ReaderRuns(NamedTuple):
-    """The transposed plan: per sorted key and label, runs of the sorted queries; [P, S, R]."""
+    """The transposed plan: runs of the sorted queries for each sorted key and label; [P, S, R]."""
 
     first: Tensor
     """The first query that reads the key."""
     end: Tensor
-    """One past the last that may."""
+    """One past the last query that may read the key."""
     flat_end: Tensor | None
-    """One past the last whose plateau holds it."""
+    """One past the last query whose plateau contains the key."""
 
 
 def reader_runs(
@@ -292,7 +291,7 @@ def reader_runs(
     run_flat: Tensor | None,
     num_keys: int,
 ) -> ReaderRuns:
-    """Turns the plan around: which queries read a key. Only to be called within an operator."""
+    """Transposes the plan: which queries read a key. Call it only within an operator."""
     rows, queries, classes = run_lo.shape
     labels = query_offsets.shape[1] - 1
     shape = (rows, num_keys, labels)
@@ -314,7 +313,7 @@ def reader_runs(
         num_queries=queries,
         num_keys=num_keys,
         num_blocks=num_blocks,
-        # Halvings until one is left.
+        # The number of steps of a binary search.
         steps=queries.bit_length(),
         LABELS=labels,
         CLASSES=classes,
@@ -325,7 +324,7 @@ def reader_runs(
 
 @cached_table
 def _plateaus(config: MoSARConfig, device: torch.device | None = None) -> Tensor:
-    """The plateau of each (label, class) in whole distances, [R, C] int32; boundless: all."""
+    """The plateau of each (label, class) as an integer, [R, C] int32; the largest if unlimited."""
     plateau = pair_geometry(config, device).plateau.clamp_max(_FAR - 1)
     if config.num_sinks:
         plateau = torch.cat([plateau, plateau.new_zeros(config.num_regimes, 1)], dim=1)
@@ -334,7 +333,7 @@ def _plateaus(config: MoSARConfig, device: torch.device | None = None) -> Tensor
 
 @cached_table
 def _falls(config: MoSARConfig, device: torch.device | None = None) -> Tensor:
-    """What the plateau has beyond its whole distances, and 1 / transition, [R, C, 2].
+    """The fraction of the plateau beyond its integer distance, and 1 / transition, [R, C, 2].
 
     A step (transition 0) falls half-way between its last distance and the next.
     """
@@ -364,12 +363,12 @@ def _gates_level_until(config: MoSARConfig, device: torch.device | None = None) 
 
 @cached_table
 def _shortest_plateau(config: MoSARConfig, device: torch.device | None = None) -> Tensor:
-    """Up to where every gate is 1, [1] int32."""
+    """The distance up to which every gate is 1, [1] int32."""
     return _plateaus(config, device=device).min()[None]
 
 
 def level_until(table: Tensor) -> Tensor:
-    """For each distance the last one up to which no row of a table [.., length] changes, int32."""
+    """For each distance, the last one up to which no row of a table [.., length] changes, int32."""
     distances = torch.arange(table.shape[1] - 1, dtype=torch.int32, device=table.device)
     changes = (table[:, 1:] != table[:, :-1]).any(dim=0)
     last = F.pad(torch.where(changes, distances, _FAR), (0, 1), value=_FAR)
@@ -377,14 +376,14 @@ def level_until(table: Tensor) -> Tensor:
 
 
 def plateaus(config: MoSARConfig, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(whole plateaus [R, C] int32, (fraction, 1 / transition) [R, C, 2])."""
+    """(integer plateaus [R, C] int32, (fraction, 1 / transition) [R, C, 2])."""
     return on_device(device, _plateaus, config), on_device(device, _falls, config)
 
 
 def gates(config: MoSARConfig, device: torch.device) -> tuple[Tensor | None, Tensor]:
-    """(gates by distance [R * C, length], up to where they are level [length] int32).
+    """(gates by distance [R * C, length], up to which distance they stay equal [length] int32).
 
-    Without a table (`has_table`) the kernels compute gates from `plateaus`.
+    Without a table (`has_table`), the kernels compute gates from `plateaus`.
     """
     if not has_table(config):
         return None, on_device(device, _shortest_plateau, config)

@@ -1,13 +1,13 @@
-"""Kernels that make the plan of tokens at their default positions, and turn any plan around.
+"""Kernels that make the plan of tokens at default positions, and transpose any plan.
 
-Labels are few and positions ascend already, so sorting is counting: blocks of tokens are counted,
-the counts summed up, and each token goes to its place. How many keys of a class stand before each
-position is written down on the way; the ends of every run are then looked up in it.
+There are few labels and positions already ascend, so this is a counting sort: count the tokens of
+each block, sum the counts, and move each token to its place. The sort also stores how many keys of
+a class come before each position; the ends of every run are then looked up there.
 
 Shapes: P plan rows, T queries, S keys, L tokens of either; PARTS labels, or classes and padding.
 """
 
-# Triton reads these functions, not Python: its types say little to a checker.
+# Triton compiles these functions, not Python, so a type checker cannot check them.
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportAssignmentType=false
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import triton.language as tl
 def count_kernel(
     parts, counts, length, num_blocks, PARTS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """counts [P, blocks, PARTS]: tokens of each part in each block of parts [P, L]."""
+    """counts [P, blocks, PARTS]: how many tokens of each part are in each block of parts [P, L]."""
     program = tl.program_id(0)
     block, row = program % num_blocks, (program // num_blocks).to(tl.int64)
     token = block * BLOCK + tl.arange(0, BLOCK)
@@ -36,7 +36,7 @@ def scan_kernel(
 ):  # fmt: skip
     """starts [P, blocks, PARTS]: places of a block's first tokens; offsets [P, LISTED + 1].
 
-    Parts from LISTED on (padding) are behind all others.
+    Parts from LISTED on (padding) come after all others.
     """
     row = tl.program_id(0).to(tl.int64)
     counts += row * num_blocks * PARTS
@@ -61,9 +61,9 @@ def place_kernel(
     parts, starts, order, places, before, length, num_blocks, shift,
     PARTS: tl.constexpr, LISTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """order, places [P, L] of the sorted tokens; before [P, L + 1, LISTED], if it is wanted.
+    """order, places [P, L] of the sorted tokens; optionally before [P, L + 1, LISTED].
 
-    before[i] is the place that a token of each part would get if it came just before token i.
+    before[i] is the index that a token of each part would get if it came just before token i.
     """
     program = tl.program_id(0)
     block, row = program % num_blocks, (program // num_blocks).to(tl.int64)
@@ -117,7 +117,7 @@ def runs_kernel(
 
 @triton.jit
 def first_beyond(ends, key, first, last, steps, CLASSES: tl.constexpr):
-    """Of queries [first, last), whose `ends` ascend, the first whose end is beyond the key."""
+    """The first of the queries [first, last) whose end is beyond the key; `ends` ascend."""
     for _ in range(0, steps):
         searching = first < last
         middle = (first + last) // 2
@@ -133,9 +133,9 @@ def readers_kernel(
     num_queries, num_keys, num_blocks, steps,
     LABELS: tl.constexpr, CLASSES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The plan turned around: per sorted key and label, runs of the sorted queries, [P, S, R].
+    """The transposed plan: runs of the sorted queries for each sorted key and label, [P, S, R].
 
-    Runs of one label only ever move up with the query, so each end is a binary search.
+    Runs of one label only move up with the query, so a binary search finds each end.
     """
     program = tl.program_id(0)
     block, row = program % num_blocks, (program // num_blocks).to(tl.int64)

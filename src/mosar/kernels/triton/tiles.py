@@ -1,10 +1,10 @@
 """What the kernels share: the tile of a program, its rows of queries, blocks of keys.
 
-A tile holds BLOCK_M rows. A row is a token of one query head; the HEADS heads of a key/value head
-that share a tile lie side by side: row r is token r // HEADS and head r % HEADS.
+A tile has BLOCK_M rows. A row is a token of one query head. The HEADS heads of a key/value head
+that share a tile are adjacent: row r is token r // HEADS and head r % HEADS.
 """
 
-# Triton reads these functions, not Python: its types say little to a checker.
+# Triton compiles these functions, not Python, so a type checker cannot check them.
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportAssignmentType=false
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from mosar.kernels.triton.logits import GEOMETRY
 
 
 class Job(NamedTuple):
-    """What a program works on: some places of one part, for one key/value head."""
+    """The work of a program: some sorted tokens of one part, for one key/value head."""
 
     part: tl.tensor
-    """The label of the queries, or the class of the keys; -1 where there is nothing to do."""
+    """The label of the queries, or the class of the keys; -1 if there is nothing to do."""
     begin: tl.tensor
     end: tl.tensor
     chunk: tl.tensor
-    """Which of the chunks of the query heads that share the key/value head."""
+    """The index of the chunk of query heads that share the key/value head."""
     kv_head: tl.tensor
     batch: tl.tensor
     plan_row: tl.tensor
@@ -34,14 +34,14 @@ class Job(NamedTuple):
 class Sorted(NamedTuple):
     """The plan's order of queries or of keys.
 
-    Apart from what is read by it: to torch.compile a pointer that enters a function is written to
-    if what the function returns enters the address of a store.
+    It is separate from the tensors that it indexes: torch.compile assumes that a pointer passed to
+    a function is written to if the result of the function is part of a store address.
     """
 
     order: tl.tensor
     places: tl.tensor
     shift: tl.tensor
-    """The position of the first, where `places` does not say it."""
+    """The position of the first token, if there is no `places`."""
 
 
 class Source(NamedTuple):
@@ -61,14 +61,14 @@ class Rows(NamedTuple):
 
     live: tl.tensor
     place: tl.tensor
-    """Among the sorted queries."""
+    """The index among the sorted queries."""
     token: tl.tensor
     head: tl.tensor
     position: tl.tensor
 
 
 class Tokens(NamedTuple):
-    """The tokens behind the rows, each once where HEADS is a power of two, else once a row."""
+    """The tokens of the rows: each once if HEADS is a power of two, else once per row."""
 
     live: tl.tensor
     token: tl.tensor
@@ -93,8 +93,8 @@ class Keys(NamedTuple):
 
 
 class Zones(NamedTuple):
-    """Places [begin, end): `whole` blocks from `stop` to `rest` inside everybody's run, and the
-    edges, `before` and `after` them.
+    """Sorted keys [begin, end): `whole` blocks from `stop` to `rest` that all queries read, and the
+    edges `before` and `after` them.
     """
 
     begin: tl.tensor
@@ -108,10 +108,10 @@ class Zones(NamedTuple):
 
 @triton.jit
 def find_part(offsets, tile, SIZE: tl.constexpr, PARTS: tl.constexpr, LATE_FIRST: tl.constexpr):
-    """(part, begin, end) of a tile of up to SIZE places, or part -1 where the tiles are used up.
+    """(part, begin, end) of a tile of up to SIZE tokens, or part -1 if there are no more tiles.
 
-    Parts (labels, or classes) are cut into tiles one by one, the far-reaching ones first, so that
-    the heavy tiles start early; within a part late queries are heavy, and early keys.
+    Parts (labels or classes) are cut into tiles one by one, those with a long reach first, so that
+    heavy tiles start early. Within a part, late queries and early keys are heavy.
     """
     part, begin, end, seen = -1, 0, 0, 0
     for index in tl.static_range(PARTS):
@@ -131,7 +131,7 @@ def find_part(offsets, tile, SIZE: tl.constexpr, PARTS: tl.constexpr, LATE_FIRST
 
 @triton.constexpr_function
 def heads_of_tile(share, rows):
-    """How many of `share` heads a tile of `rows` rows takes: all, or even chunks of them."""
+    """The number of heads, of `share`, in a tile of `rows` rows: all, or an even chunk of them."""
     chunks = -(-share // rows)
     return -(-share // chunks)
 
@@ -141,7 +141,7 @@ def find_job(
     offsets, length, kv_heads, groups, plan_batch, plan_group,
     SIZE: tl.constexpr, PARTS: tl.constexpr, CHUNKS: tl.constexpr, LATE_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """What this program works on: a tile of up to SIZE of the `length` sorted tokens."""
+    """The work of this program: a tile of up to SIZE of the `length` sorted tokens."""
     program = tl.program_id(0)
     tiles = tl.cdiv(length, SIZE) + (PARTS - 1)
     kv_head = program // (tiles * CHUNKS) % kv_heads
@@ -164,7 +164,7 @@ def find_job(
 
 @triton.jit
 def advance(pointer, offset):
-    """The pointer further on, where there is one."""
+    """The pointer plus an offset, if there is a pointer."""
     if pointer is None:
         return pointer
     else:
@@ -197,7 +197,7 @@ def source_of(
 
 @triton.jit
 def split_zones(begin, inner_begin, inner_end, end, BLOCK: tl.constexpr):
-    """[begin, end) as whole blocks of [inner_begin, inner_end), and what is before and after."""
+    """Splits [begin, end) into whole blocks of [inner_begin, inner_end) and the rest around them."""
     inner_begin = tl.minimum(tl.maximum(inner_begin, begin), end)
     whole = tl.maximum(tl.minimum(inner_end, end) - inner_begin, 0) // BLOCK
     stop = tl.where(whole > 0, inner_begin, end)
@@ -215,7 +215,7 @@ def split_zones(begin, inner_begin, inner_end, end, BLOCK: tl.constexpr):
 
 @triton.jit
 def edge_block(index, zones, BLOCK: tl.constexpr):
-    """Where the edge block `index` starts, and where the places it may use end."""
+    """The start of the edge block `index`, and the end of the keys that it may use."""
     is_before = index < zones.before
     after = zones.rest + (index - zones.before) * BLOCK
     first = tl.where(is_before, zones.begin + index * BLOCK, after)
@@ -245,7 +245,7 @@ def take_run(
 
 @triton.jit
 def position_of(tokens, index, live):
-    """Positions of sorted tokens; without a list they count up."""
+    """Positions of sorted tokens; without a list they are consecutive."""
     if tokens.places is None:
         return index + tokens.shift
     else:
@@ -254,7 +254,7 @@ def position_of(tokens, index, live):
 
 @triton.jit
 def token_of(tokens, index, live):
-    """Tokens of sorted places, as int64 for offsets; without a list the order is as it comes."""
+    """Tokens at sorted indices, as int64 for offsets; without a list the order does not change."""
     if tokens.order is None:
         return index.to(tl.int64)
     else:
@@ -266,7 +266,7 @@ def take_rows(
     begin, end, first_head, last_head, order,
     HEADS: tl.constexpr, TOKENS: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """The rows of places [begin, end) and heads [first_head, last_head)."""
+    """The rows of the sorted tokens [begin, end) and heads [first_head, last_head)."""
     row = tl.arange(0, BLOCK_M)
     place, head = begin + row // HEADS, first_head + row % HEADS
     live = (row < TOKENS * HEADS) & (place < end) & (head < last_head)
@@ -284,7 +284,7 @@ def take_tokens(
     begin, end, rows, order, routing,
     SPREAD: tl.constexpr, TOKENS: tl.constexpr, REGIMES: tl.constexpr,
 ):  # fmt: skip
-    """The tokens of the same places, once each where SPREAD says so, else those of `rows`."""
+    """The tokens of the same rows, each once with SPREAD, else once per row."""
     if SPREAD:
         place = begin + tl.arange(0, TOKENS)
         live = place < end
@@ -325,7 +325,7 @@ def load_keys(
     start, limit, source, COLUMNS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The same of a source, with their matrices of keys and of values."""
+    """The same for a source, with their matrices of keys and of values."""
     keys = take_keys(start, limit, source.order, source.routing, COLUMNS, BLOCK_N)
     k = load_matrix(source.k, keys.token * source.k_token, keys.live, HEAD_DIM, BLOCK_D)
     v = load_matrix(source.v, keys.token * source.v_token, keys.live, HEAD_DIM, BLOCK_D)
@@ -334,7 +334,7 @@ def load_keys(
 
 @triton.jit
 def load_matrix(base, offset, live, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """[len(offset), BLOCK_D]: rows at these offsets, 0 where not live and beyond the head dim."""
+    """[len(offset), BLOCK_D]: rows at these offsets; 0 if not live, and beyond the head dim."""
     dim = tl.arange(0, BLOCK_D)
     mask = live[:, None]
     if HEAD_DIM < BLOCK_D:
