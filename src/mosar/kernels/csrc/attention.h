@@ -1,11 +1,12 @@
 // Attention over a plan: forward and backward for every kind of bias, flash style, O(n d) memory.
 //
-// A unit of work is a tile of sorted queries of one label and the KV heads that share what the tile
-// computes. Its query rows fill lane groups; for each key class the groups walk the runs of the plan
-// block by block with an online softmax in base 2. Rows of a block that every lane may read without
-// bias go straight from product to exponential; the others get bias and mask.
+// A unit of work is a tile of sorted queries of one label, and the KV heads that share what the tile
+// computes. Its query rows fill lane groups. For each key class, the groups process the runs of the
+// plan block by block with an online softmax in base 2. Rows of a block that every lane may read
+// without bias go straight from product to exponential; the others get bias and mask.
 //
-// Nothing here knows torch: raw pointers, sizes, and a function that runs tasks in parallel.
+// Nothing here depends on torch: there are raw pointers, sizes, and a function that runs tasks in
+// parallel.
 #pragma once
 
 #include <atomic>
@@ -35,17 +36,17 @@ enum class Bias : int64_t {
   kTable = 3,     // + table[head][d] - slope[head] d + key_bias[head][key] (distance attention)
 };
 
-// Table rows carry this many entries of padding on both sides, so that a vector load stays inside.
+// Table rows have this many entries of padding on both sides, so that a vector load stays inside.
 constexpr int64_t kTablePad = 32;
-// From this barrier on a worth may outweigh any score: the maximum of softmax must know of it.
+// From this barrier on, a worth can outweigh any score, so the maximum of softmax must include it.
 constexpr float kHighBarrier = 20;
-// A long sum of blocks (of keys, or of the units that add to one gradient) is settled, in double or
-// in a second sum, every so many: short chains of additions round less.
+// A long sum of blocks (of keys, or of the units that add to one gradient) is moved into a double or
+// a second sum after this many blocks, because short chains of additions have less rounding error.
 constexpr int64_t kStretchBlocks = 32, kStretchUnits = 128;
 static_assert(kTablePad >= kLanes, "a vector of distances may start kLanes before the table");
 
-// log2 of a gate; geometry: plateau, 1 / transition. In double: a float has no fraction of a far
-// plateau, and a large barrier multiplies what is rounded off.
+// log2 of a gate; geometry: plateau, 1 / transition. In double, because a float cannot hold the
+// fraction of a far plateau, and a large barrier multiplies the rounding error.
 inline vd log_gate(vd distance, const double* geometry, double barrier, double exponent) {
   vd t = (distance - geometry[0]) * geometry[1];
   t = t > 0.0 ? t : vd{};
@@ -75,19 +76,19 @@ struct Matrix {
 struct Problem {
   int64_t batch, query_heads, kv_heads, groups, queries, keys, dim;
   Matrix q, k, v;
-  // The plan (plan.h), for 1 row, one row per batch entry, or one per batch entry and group.
+  // The plan (plan.h), with 1 row, one row per batch entry, or one per batch entry and group.
   int64_t plan_rows, labels, classes;
   const int32_t *query_order, *key_order, *query_offsets, *key_offsets, *run_lo, *run_hi;
   const int32_t *pos_q, *pos_k;
   Bias bias;
   float scale, softcap;  // softcap 0: none
-  // kGeometry: [labels][classes][2] of (plateau, 1 / transition), barrier and exponent; a table of log2
-  // gates per (label, class) saves the powers when the exponent is not 2.
+  // kGeometry: [labels][classes][2] of (plateau, 1 / transition), barrier and exponent. If the exponent
+  // is not 2, a table of log2 gates per (label, class) avoids computing powers.
   const double* geometry;
   double barrier, exponent;  // barrier for kWorth too: a worth above 0 is at least e^-barrier
   // kWorth: pi_q [batch][groups][queries][regimes], pi_k [..][keys][columns]; the first `regimes`
-  // columns are routed, a further one stands for sinks. Gates per (regime, column) in `table`, or by
-  // `geometry` [regimes][columns][2] where a table would be too long.
+  // columns are routed, and one more column is for sinks. Gates per (regime, column) are in `table`, or
+  // computed from `geometry` [regimes][columns][2] if a table would be too long.
   const float *pi_q, *pi_k;
   int64_t regimes, columns;
   float epsilon;  // lower bound of the worth; 0: pairs of worth 0 do not exist
@@ -99,7 +100,7 @@ struct Problem {
 };
 
 struct Gradients {
-  const float *out, *softmax, *dout, *dlse;  // softmax as the forward pass left it
+  const float *out, *softmax, *dout, *dlse;  // softmax as the forward pass returned it
   float *dq, *dk, *dv;            // contiguous, as q, k, v
   float *dpi_q, *dpi_k;           // as pi_q, pi_k; null unless kWorth
   float *dtable, *dslopes;        // kTable: as table with its padding, and slopes; null if not asked for
@@ -118,8 +119,8 @@ Aligned<T> aligned(int64_t count) {
       ::operator new[](static_cast<size_t>(count > 0 ? count : 1) * sizeof(T), std::align_val_t(64))));
 }
 
-// A large buffer that outlives the call: fresh pages cost as much to map as the keys to copy. One is
-// kept, up to a limit; a call that finds it taken gets its own.
+// A large buffer that outlives the call, because mapping fresh pages takes as long as copying the keys.
+// One buffer is kept, up to a limit; if another call is using it, a call allocates its own.
 class Buffer {
  public:
   explicit Buffer(int64_t count) {
@@ -153,7 +154,7 @@ class Buffer {
 };
 
 // Keys and values of every KV head in the order of the plan. Rows are an odd number of cache lines
-// apart: with a power of two a block's rows would crowd into a few sets of the first-level cache.
+// apart: with a power of two, a block's rows would fall into a few sets of the first-level cache.
 struct SortedKeys {
   std::vector<char> in_order;     // [plan_rows]: the plan keeps the order, and no padding is needed
   std::vector<int32_t> position;  // [plan_rows][keys], by sorted key
@@ -174,21 +175,22 @@ class Attention {
         parallel_(parallel),
         dim_((problem.dim + kWidth - 1) / kWidth * kWidth),
         share_(problem.query_heads / problem.kv_heads),
-        // A bias that is looked up per token is shared by the heads: there lanes are tokens of one
-        // head, and a unit holds all heads of the routing group. Otherwise lanes run over tokens and
-        // heads of one KV head together, which trims the runs most tightly.
+        // If a bias is looked up per token, the heads share it: lanes are tokens of one head, and a
+        // unit has all heads of the routing group. Otherwise lanes are tokens and heads of one KV
+        // head together, which trims the runs most tightly.
         lanes_are_tokens_(problem.bias == Bias::kWorth || problem.bias == Bias::kTable),
         key_block_(dim_ <= 96 ? 128 : 64) {
     sort_keys();
     make_units();
   }
 
-  // out [batch][query_heads][queries][dim], lse [batch][query_heads][queries]; softmax [2][..] keeps
-  // each row's maximum (base 2) and sum: the log-sum-exp is too coarse to repeat exponentials from.
+  // out [batch][query_heads][queries][dim], lse [batch][query_heads][queries]; softmax [2][..] stores
+  // each row's maximum (base 2) and sum, because the log-sum-exp is too coarse to recompute
+  // exponentials from it.
   void forward(float* out, float* lse, float* softmax);
 
-  // Each (owner of keys, chunk of its units) sums into gradients of its own, in a fixed order: the
-  // result depends on the number of threads, never on their timing.
+  // Each (owner of keys, chunk of its units) sums into its own gradients, in a fixed order, so the
+  // result depends on the number of threads but never on their timing.
   void backward(const Gradients& g);
 
  private:
@@ -199,8 +201,8 @@ class Attention {
     int64_t head0;        // the head of all lanes when lanes are tokens
     alignas(64) int32_t pos[kLanes];
     int32_t pos_max;
-    // The biases of keys of this head. They may grow without bound along a text, so they are taken
-    // relative to that of the newest key that the first lane reads, in double.
+    // The biases of keys of this head. They can grow without limit along a text, so they are taken
+    // relative to the bias of the newest key that the first lane reads, in double.
     const double* key_bias;
     double key_shift;
     std::vector<int32_t> lo, hi;                          // [classes][kLanes]
@@ -225,8 +227,8 @@ class Attention {
   friend class Worker;
   class StretchOfUnits;
 
-  // Where a task sums dS for the bias of each query head of one batch entry: a table with its padding,
-  // the keys, and the slope, as far as they are asked for.
+  // A task's sums of dS for the bias of each query head of one batch entry: for the table with its
+  // padding, the keys, and the slope, as requested.
   struct LearnedBias {
     int64_t padded, keys, slopes;
     double* sums;
@@ -271,7 +273,7 @@ inline void Attention::sort_keys() {
   const int64_t heads = p_.batch * p_.kv_heads, chunk = 512, chunks = (keys + chunk - 1) / chunk;
   keys_.k.resize(heads);
   keys_.v.resize(heads);
-  // A short context that is in order already is read where it stands.
+  // A short context that is already in order is read in place.
   bool in_place = keys <= chunk && p_.k.token == p_.v.token;
   for (char in_order : keys_.in_order) in_place = in_place && in_order;
   if (in_place) {
@@ -315,7 +317,7 @@ inline void Attention::make_units() {
     tile_tokens_ = kLanes;
     groups_per_unit_ = heads_per_unit * share_;
   } else {
-    // As many lane groups per tile as keep their state well inside a second-level cache.
+    // The number of lane groups per tile whose state fits well into a second-level cache.
     const int64_t state = 2 * dim_ * kLanes * static_cast<int64_t>(sizeof(float));
     const int64_t most = std::clamp<int64_t>(256 * 1024 / state, 1, 8);
     tile_tokens_ = std::max<int64_t>(1, most * kLanes / share_);
@@ -325,7 +327,8 @@ inline void Attention::make_units() {
     for (int64_t h = 0; h < p_.kv_heads; h += heads_per_unit) {
       const int64_t r = plan_row(b, group_of(h));
       const int32_t* offsets = p_.query_offsets + r * (p_.labels + 1);
-      // Late tiles of far-reaching labels are the heavy ones: first, so that none is left over.
+      // Late tiles of labels with a long reach are heavy. They go first, so that none runs alone at
+      // the end.
       for (int64_t m = p_.labels - 1; m >= 0; --m)
         for (int64_t tiles = (offsets[m + 1] - offsets[m] + tile_tokens_ - 1) / tile_tokens_;
              tiles-- > 0;) {
@@ -347,7 +350,7 @@ class Attention::Worker {
         groups_(attention.groups_per_unit_) {
     const int64_t matrix = dim_ * kLanes, block = a_.key_block_ * kLanes;
     const int64_t routing = p_.regimes * kLanes;
-    // A run may start anywhere in its first block, so each class may take one block more.
+    // A run can start anywhere in its first block, so each class may need one more block.
     const bool is_long = p_.keys / a_.key_block_ + p_.classes >= kStretchBlocks;
     const int64_t per_group = (backward ? 5 : 2) * matrix;
     const int64_t coefficients = backward ? p_.regimes * block : 0;
@@ -484,7 +487,7 @@ class Attention::Worker {
         std::fill(row, row + dim_, 0.0f);
       }
       if (backward_) {
-        // dK takes the plain scale; the factor above also holds the base and the cap.
+        // dK needs the plain scale; the factor above also includes the base and the cap.
         float* plain = group.q_rows + l * dim_;
         std::copy(row, row + dim_, plain);
         if (l < count) {
@@ -525,8 +528,8 @@ class Attention::Worker {
     }
   }
 
-  // Visits (group, class, run of keys) block by block, all groups of the unit on one block before the
-  // next, so that the block's keys and values stay in cache.
+  // Visits (group, class, run of keys) block by block. All groups of the unit process a block before
+  // the next one, so that its keys and values stay in cache.
   template <class Visit>
   void walk(const Visit& visit) {
     for (int64_t c = 0; c < p_.classes; ++c) {
@@ -557,7 +560,7 @@ class Attention::Worker {
     if (consecutive_) {
       const int64_t d = std::clamp<int64_t>(static_cast<int64_t>(pos[0]) - key_pos, -kTablePad,
                                             p_.table_length);
-      // Past the end every entry is the last one, which the padding repeats.
+      // Past the end, every entry equals the last one, which the padding repeats.
       result[0] = load_unaligned(base + d);
       result[1] = load_unaligned(base + std::min<int64_t>(d + kWidth, p_.table_length));
       return;
@@ -602,15 +605,15 @@ class Attention::Worker {
         for (int v = 0; v < 2; ++v) w[v] += pi[n] * h[v];
       }
       float* row = worth_ + (j - begin) * kLanes;
-      // In this order: what is not a number stays so, and is seen.
+      // In this order, so that NaN propagates.
       for (int v = 0; v < 2; ++v) store(row + v * kWidth, max(splat(p_.epsilon), w[v]));
       if (backward_) compute_coefficients(pi, pos, j, w, begin);
     }
     if (backward_) std::fill(dbias_, dbias_ + (end - begin) * kLanes, 0.0f);
   }
 
-  // d log W / d pi_q[m] = sum_n gate[m][n] pi_k[n] / W; 0 where the worth is held at epsilon. Sinks, the
-  // column after the routed ones, have worth 1 whatever the routing says.
+  // d log W / d pi_q[m] = sum_n gate[m][n] pi_k[n] / W; 0 where the worth is clamped to epsilon. Sinks,
+  // the column after the routed ones, have worth 1, whatever the routing.
   void compute_coefficients(const float* pi, const int32_t* pos, int32_t j, const vf* w,
                             int32_t begin) {
     vf inverse[2];
@@ -628,7 +631,7 @@ class Attention::Worker {
     }
   }
 
-  // From the gradient of the bias, summed over heads, to those of both routings.
+  // Turns the gradient of the bias, summed over heads, into the gradients of both routings.
   void spread_dbias(int32_t begin, int32_t end) {
     const int32_t* pos = groups_[0].pos;
     for (int32_t j = begin; j < end; ++j) {
@@ -647,7 +650,7 @@ class Attention::Worker {
           gates(m, n, pos, pos_k_[j], g);
           for (int v = 0; v < 2; ++v) h[v] += load(pi_q_ + m * kLanes + v * kWidth) * g[v];
         }
-        // In this order: a gradient over a tiny worth may leave the range of floats.
+        // In this order, because a gradient divided by a tiny worth can overflow a float.
         dpi_k_[key * p_.columns + n] +=
             horizontal_sum(dbias[0] * (h[0] * inverse[0]) + dbias[1] * (h[1] * inverse[1]));
       }
@@ -673,9 +676,9 @@ class Attention::Worker {
     }
   }
 
-  // Products to logits in base 2, in place: soft-cap, additive bias, mask. `slope`, if given, takes
-  // the derivative of the cap. Rows in [plain_from, plain_to) need nothing but are visited all the
-  // same when every row has a cap or a bias.
+  // Turns products into logits in base 2, in place: soft-cap, additive bias, mask. `slope`, if given,
+  // receives the derivative of the cap. Rows in [plain_from, plain_to) need no bias and no mask; they
+  // are visited only if every row has a cap or a bias.
   void finish_scores(const Group& group, int64_t c, int32_t begin, int32_t end, int32_t block,
                      float* slope) {
     const bool hard = p_.bias == Bias::kWorth && p_.epsilon == 0;
@@ -730,7 +733,7 @@ class Attention::Worker {
     }
   }
 
-  // Adds dS of keys [begin, begin + count), which dbias_ holds, to the sums of what made their bias.
+  // Adds dS of keys [begin, begin + count), stored in dbias_, to the gradients of their bias.
   void gather_bias(const Group& group, int32_t begin, int64_t count) const {
     const LearnedBias& to = *learned_;
     double* row = to.row(group.head0);
@@ -747,7 +750,7 @@ class Attention::Worker {
           by_distance[v] +=
               to_double(ds[v]) * to_double(load_int(group.pos + v * kWidth) - key_pos);
       if (!to.padded) continue;
-      // Where the lanes looked their bias up; those without a pair add 0.
+      // The table entries that the lanes read as their bias; lanes without a pair add 0.
       if (consecutive_) {
         const int64_t d = std::clamp<int64_t>(static_cast<int64_t>(group.pos[0]) - key_pos,
                                               -kTablePad, p_.table_length);
@@ -792,7 +795,7 @@ class Attention::Worker {
       for (int v = 0; v < 2; ++v) {
         const int64_t at = j * kLanes + v * kWidth;
         vf s = load(score_ + at);
-        // The exponent of the worth is nearly its logarithm: weights end up in [0, 2).
+        // The exponent of the worth is nearly its logarithm, so weights are in [0, 2).
         if (high) s += exponent(load(worth + at));
         top[v] = max(top[v], s);
       }
@@ -829,7 +832,7 @@ class Attention::Worker {
     if (++group.blocks % kStretchBlocks == 0) settle(group);
   }
 
-  // Adds the stretch that ends here to those before it.
+  // Adds the stretch that ends here to the sum of those before it.
   void settle(Group& group) {
     if (group.blocks > kStretchBlocks) {
       add_settled(group);
@@ -886,7 +889,7 @@ class Attention::Worker {
       std::fill(row, row + dim_, 0.0f);
       group.delta[l] = 0;
       group.dot[l] = group.weight[l] = group.weighted_dprob[l] = 0;
-      // Lanes beyond the tile stand at distances of no query: their probabilities are held at 0.
+      // Lanes beyond the tile belong to no query, so their probabilities are set to 0.
       group.max[l] = -kMasked;
       group.inverse[l] = 0;
       if (l >= group.count) continue;
@@ -952,8 +955,8 @@ class Attention::Worker {
     return begin == group.lo_min[c] && end == group.hi_max[c];
   }
 
-  // Where a row has few keys, P may be nearly 1 and dP nearly delta: what is left must be that of the
-  // same rounded numbers, and dpi_k divides it by the worth.
+  // If a row has few keys, P can be nearly 1 and dP nearly delta. Their difference must use the same
+  // rounded numbers, because dpi_k divides it by the worth.
   void settle_delta(Group& group, int64_t count) const {
     double weight[kLanes] = {}, weighted_dprob[kLanes] = {};
     add_products(prob_, nullptr, count, weight);
@@ -965,7 +968,7 @@ class Attention::Worker {
     }
   }
 
-  // What `finish_backward` needs to correct dpi_q.
+  // The sums that `finish_backward` needs to correct dpi_q.
   void gather_sums(Group& group, int64_t count, int64_t first) {
     add_products(prob_, nullptr, count, group.weight);
     add_products(prob_, dprob_, count, group.weighted_dprob);
@@ -976,9 +979,9 @@ class Attention::Worker {
 
   void finish_backward(Group& group, const Gradients& g) {
     if (p_.bias == Bias::kWorth) {
-      // dS = P (dP - delta) must sum to 0 over keys. With delta = dO·O, rounded elsewhere, it does so
-      // only roughly, and the coefficients of pi_q, all of one sign, add the rest up. So delta is
-      // replaced by the sum of P dP over this very pass, after the fact.
+      // dS = P (dP - delta) must sum to 0 over keys. With delta = dO·O, which was rounded elsewhere, it
+      // does so only roughly. The coefficients of pi_q all have one sign, so the errors add up. So we
+      // replace delta afterwards by the sum of P dP over this pass.
       for (int l = 0; l < group.count; ++l) {
         if (group.weight[l] <= 0) continue;
         const double error = group.dot[l] - group.weighted_dprob[l] / group.weight[l];
@@ -1020,12 +1023,12 @@ inline void Attention::forward(float* out, float* lse, float* softmax) {
   });
 }
 
-// What a stretch of units adds to gradients of keys, summed apart from those before it.
+// The contribution of a stretch of units to the gradients of keys, separate from earlier ones.
 class Attention::StretchOfUnits {
  public:
   StretchOfUnits(const Attention& attention, int64_t count) : a_(attention), sums_(count) {}
 
-  // Zeros, until units add to them.
+  // Zeros at first.
   float* const* sums() {
     const int64_t size = a_.p_.keys * a_.dim_, count = static_cast<int64_t>(sums_.size());
     if (!memory_) {
@@ -1037,7 +1040,7 @@ class Attention::StretchOfUnits {
     return sums_.data();
   }
 
-  // Sparse units read few of the keys: only what they touched is added and cleared.
+  // Sparse units read only a few keys, so only the touched rows are added and cleared.
   void mark(const Unit& unit) {
     const Problem& p = a_.p_;
     for (int64_t t = unit.begin; t < unit.end; ++t)
@@ -1071,7 +1074,7 @@ class Attention::StretchOfUnits {
   std::vector<char> touched_;
 };
 
-// From the sums of all tasks, always in the same order, to the gradients in base 2.
+// Combines the sums of all tasks, always in the same order, into the gradients in base 2.
 inline void Attention::add_up_bias(const Gradients& g, const LearnedBias& learned,
                                    const std::vector<double>& sums, int64_t chunks) const {
   const int64_t size = learned.size(), heads = p_.query_heads;
@@ -1105,7 +1108,7 @@ inline void Attention::backward(const Gradients& g) {
   const int64_t owners = p_.batch * p_.kv_heads / heads;
   const int64_t chunks =
       std::clamp<int64_t>((parallel_.thread_count + owners - 1) / owners, 1, 16);
-  // Where the plan keeps the order of the keys, the first chunk sums straight into the result.
+  // If the plan keeps the order of the keys, the first chunk sums directly into the result.
   bool direct = true;
   for (char in_order : keys_.in_order) direct = direct && in_order;
   const int64_t size = p_.keys * dim_, all = p_.batch * p_.kv_heads;

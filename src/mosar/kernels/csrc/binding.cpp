@@ -1,4 +1,4 @@
-// The torch operators: schema, checks, and tensors to pointers. The arithmetic is in attention.h.
+// The torch operators: schemas, checks, and tensors to pointers. The arithmetic is in attention.h.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -112,7 +112,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> plan(
   return {query_order, key_order, query_offsets, key_offsets, run_lo, run_hi};
 }
 
-// The plan indexes memory: whatever made it, it must stay inside.
+// The plan indexes memory, so its indices are checked, whatever made it.
 void check_plan(const mosar::Problem& p) {
   auto within = [](const int32_t* values, int64_t count, int64_t low, int64_t high) {
     bool inside = true;
@@ -232,7 +232,7 @@ std::tuple<Tensor, Tensor, Tensor> attend(
   return {out, lse, softmax};
 }
 
-// learned: 1 for the table, 2 for the slopes, 4 for the biases of keys; the others' gradients are empty.
+// learned: 1 for the table, 2 for the slopes, 4 for the biases of keys; other gradients are empty.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attend_backward(
     const Tensor& dout, const Tensor& dlse, const Tensor& out, const Tensor& softmax,
     int64_t learned, const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& pi_q, const std::optional<Tensor>& pi_k,
@@ -322,7 +322,7 @@ std::tuple<Tensor, Tensor> geglu_backward(const Tensor& gradient, const Tensor& 
   return {dgate, dup};
 }
 
-// The lists of a cache whose rows and groups are known from what comes with them.
+// The lists of a cache; rows and groups are those of the tensors that come with them.
 mosar::RegimeLists regime_lists(int64_t rows, int64_t groups, int64_t classes, const Tensor& k_pool,
                                 const Tensor& v_pool, const Tensor& table, const Tensor& marks,
                                 const Tensor& progress) {

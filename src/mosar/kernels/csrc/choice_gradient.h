@@ -1,11 +1,11 @@
-// What each other choice of regime would change, for a sample of the queries and all of their keys.
+// How each other choice of regime would change the loss, for a sample of the queries and all their keys.
 //
 //   query i takes regime m:  dpi_q[i][m] = dO_i (O_i|m - O_i) = sum_j g e a / sum_j g e,  g = gate[m][n_j]
 //   key j takes regime n:    dpi_k[j][n] = sum_i a x / (1 + x),  x = (gate[m_i][n] - gate[m_i][n_j]) e
 //
 // with e = exp(s_ij - lse_i) and a = dO_i (v_j - O_i), summed over the heads of a routing group. Both are
 // exact: the change of the output if that one token chose otherwise, times the gradient of the output.
-// Gates are 0 beyond the reach. Nothing is held that has the size of queries x keys.
+// Gates are 0 beyond the reach. No buffer has the size queries x keys.
 #pragma once
 
 #include <algorithm>
@@ -35,7 +35,7 @@ class ChoiceGradient {
   ChoiceGradient(const ChoiceProblem& problem, const Parallel& threads) : p_(problem), threads_(threads) {
     share_ = p_.query_heads / p_.groups;
     lane_groups_ = (p_.queries + kLanes - 1) / kLanes;
-    // Never more than kBlocks of them, whatever the length: their sums are all held at once.
+    // At most kBlocks of them, whatever the length, because the sums of all blocks are in memory at once.
     block_ = std::max(kBlock, ((p_.keys + kBlocks - 1) / kBlocks + kKeys - 1) / kKeys * kKeys);
     blocks_ = (p_.keys + block_ - 1) / block_;
     lanes_size_ = p_.dim * kLanes;
@@ -49,12 +49,12 @@ class ChoiceGradient {
     threads_.run(heads, [&](int64_t head) {
       to_lanes(p_.q, head, q.data());
       to_lanes(p_.dout, head, dout.data());
-      // Lanes beyond the queries have gates of 0, and any finite numbers.
+      // Lanes beyond the queries have gates of 0, and contain any finite numbers.
       const int64_t lanes = lane_groups_ * kLanes;
       std::copy_n(p_.lse + head * p_.queries, p_.queries, lse.data() + head * lanes);
       std::copy_n(p_.delta + head * p_.queries, p_.queries, delta.data() + head * lanes);
     });
-    // Numerators and denominators of each block of keys; added up in order, whoever computed them.
+    // Numerators and denominators of each block of keys, added in a fixed order.
     const int64_t sums_size = lane_groups_ * share_ * p_.regimes * 2 * kLanes;
     const int64_t rows = p_.batch * p_.groups;
     Buffer sums(rows * blocks_ * sums_size);
@@ -70,10 +70,10 @@ class ChoiceGradient {
 
  private:
   static constexpr int64_t kBlock = 256, kBlocks = 32, kKeys = 32;
-  // What is left of the attention without a key that holds nearly all of it is rounding below this,
-  // the root of a float's epsilon.
+  // If one key holds nearly all of the attention, the rest without it is only rounding error below this
+  // value, the square root of a float's epsilon.
   static constexpr float kLeast = 3.4526698e-4f;
-  // exp2 of these leaves room for a sum over any number of keys, and is not 0.
+  // exp2 of these is not 0, and leaves room for a sum over any number of keys.
   static constexpr float kHighest = 80.0f, kSmallest = -98.0f;
 
   // 64-byte aligned floats, zero at first.
@@ -140,7 +140,7 @@ class ChoiceGradient {
              (!p_.segment_k || p_.segment_q[at_q] == p_.segment_k[at_k]);
     }
 
-    // Whether a lane group sees any of some keys: most blocks are far in its future.
+    // Whether a lane group sees any of these keys; most blocks are far in its future.
     bool any_pair(int64_t l, int64_t from, int64_t to) const {
       for (int64_t i = l * kLanes; i < std::min(p_.queries, (l + 1) * kLanes); ++i)
         for (int64_t j = from; j < to; ++j)
@@ -148,7 +148,7 @@ class ChoiceGradient {
       return false;
     }
 
-    // The gates of a key under every choice of the queries, and of the queries under every choice of it.
+    // The gates of a key for each choice of the queries, and for each choice of the key.
     bool look_up(int64_t l, int64_t j) {
       bool any = false;
       const int64_t column = p_.class_k[row_ * p_.keys + j], regimes = p_.regimes;
@@ -223,7 +223,7 @@ class ChoiceGradient {
             numerator += at[block * sums_size];
             denominator += at[block * sums_size + kLanes];
           }
-          // Without a key the output would be 0.
+          // If a query had no key, its output would be 0.
           const float delta = p_.delta[(b * p_.query_heads + head0 + h) * p_.queries + i];
           change += denominator > 0 ? numerator / denominator : -delta;
         }

@@ -1,10 +1,10 @@
-// Attention of one query a row over the regime lists of a cache: it reads the slices and nothing else.
+// Attention of one query per row over the regime lists of a cache; it reads only the slices.
 //
-// Of each class a query reads one contiguous slice of places, found by binary search. Slices are cut at
-// the pages into pieces of at most kPageKeys keys; pieces go in even portions to tasks (portion, key
-// head), which all query heads of the key head share. A task computes the scores of its keys, their
-// softmax, and the weighted sum of values; portions of one query are then combined. Lanes are keys for
-// the scores and dimensions for the values, so nothing is summed across lanes but one total a task.
+// A query reads one contiguous slice of each class, found by binary search. Slices are cut at page
+// boundaries into pieces of at most kPageKeys keys. Pieces are divided evenly among tasks (portion, key
+// head); all query heads of the key head share a task. A task computes the scores of its keys, their
+// softmax, and the weighted sum of values; then the portions of one query are combined. Lanes are keys
+// for the scores and dimensions for the values, so each task has only one sum across lanes.
 //
 // Storage may be float, bfloat16 or float16; it is widened when loaded. Sums are float32.
 #pragma once
@@ -22,10 +22,10 @@ namespace mosar {
 static_assert(kPageKeys % kLanes == 0, "a page is a whole number of lane groups");
 
 constexpr int kHeadBlock = kManyRegisters ? 8 : 6;
-// More keys at once would not leave the scores of 8 heads in the first-level cache.
+// With more keys at once, the scores of 8 heads would not fit into the first-level cache.
 constexpr int64_t kMostTaskKeys = 512;
 constexpr int64_t kLeastTaskKeys = 32;
-// Work below this many numbers read is done before another thread has woken up.
+// Reading fewer numbers than this takes less time than waking another thread.
 constexpr int64_t kWorthSharing = 16384;
 
 struct DecodeProblem {
@@ -39,7 +39,7 @@ struct DecodeProblem {
   double barrier, exponent;
 };
 
-// `next` is what will be read after k: pages are too short for the hardware to see a stream in time.
+// `next` is read after k; it is prefetched, because pages are too short for the hardware prefetcher.
 template <class T, int Heads, int Vectors>
 void score_keys(const T* __restrict k, const T* next, const float* __restrict q, int64_t dim,
                 float* __restrict s, int64_t stride) {
@@ -93,7 +93,7 @@ void add_values(const T* __restrict v, int64_t dim, const float* __restrict p, i
     }
 }
 
-// Calls body with a count of heads that the compiler knows.
+// Calls body with the number of heads as a compile-time constant.
 template <class Body>
 void with_count(int count, const Body& body) {
   switch (count) {
@@ -256,7 +256,7 @@ class Decode {
         const T* k = a_.k_ + (piece.page * p_.heads + task.head) * dim * kPageKeys;
         const T* next = a_.k_ + (after.page * p_.heads + task.head) * dim * kPageKeys;
         for (int64_t lane = piece.lo / kWidth * kWidth; lane < piece.hi;) {
-          // Half a lane group that no key is in is not read.
+          // If half of a lane group has no key, it is not read.
           const bool both = piece.hi - lane > kWidth && lane + kLanes <= kPageKeys;
           if (both) score<2>(k + lane, next, s + lane);
           else score<1>(k + lane, next, s + lane);
@@ -295,7 +295,7 @@ class Decode {
       });
     }
 
-    // Products to logits in base 2: soft-cap, bias, mask; and their running maximum by lane.
+    // Turns products into logits in base 2 (soft-cap, bias, mask), with their running maximum by lane.
     void finish_scores(const Task& task, const Piece& piece, float* s, vf* top) const {
       const int64_t here = p_.pos_q[task.member / p_.lists.groups];
       for (int64_t lane = piece.lo / kWidth * kWidth; lane < piece.hi; lane += kWidth) {
@@ -316,7 +316,7 @@ class Decode {
       }
     }
 
-    // The log gate of one vector of keys, in base 2; what it says of places outside the piece is masked.
+    // The log gate of one vector of keys, in base 2; places outside the piece are masked later.
     vf bias(const Piece& piece, int64_t lane, int64_t here) const {
       vi at;
       std::memcpy(&at, piece.positions + lane, sizeof at);
@@ -324,7 +324,7 @@ class Decode {
       return to_float(log_gate(distance, piece.geometry, p_.barrier, p_.exponent));
     }
 
-    // Logits of one head to weights, in place; their sum.
+    // Turns the logits of one head into weights, in place; returns their sum.
     float exponentiate(const Task& task, int head, float maximum) const {
       LongSum sum;
       for (int32_t i = task.first; i < task.last; ++i) {
@@ -341,7 +341,7 @@ class Decode {
       return horizontal_sum(sum.high) + horizontal_sum(sum.low);
     }
 
-    // o [heads][2 + dim] += weights times values, as many sums at once as there are registers for.
+    // o [heads][2 + dim] += weights times values, with as many sums at once as fit into registers.
     void weigh_values(const T* v, const float* p, int64_t keys, float* o) const {
       const int64_t dim = p_.dim, whole = dim / kWidth;
       with_count(heads_, [&](auto heads) {
@@ -364,7 +364,7 @@ class Decode {
         }
     }
 
-    // Memory that grows to what was asked for once.
+    // Memory that grows to the largest requested size.
     class Scratch {
      public:
       void reserve(int64_t size) {

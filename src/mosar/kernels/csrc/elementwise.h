@@ -1,6 +1,6 @@
 // The passes of a decoder layer that only stream through memory: RMSNorm with weight 1 + w, and the
-// GeGLU product gelu(gate) * up in its tanh form. Each is one pass forward and one backward, where
-// torch operators take three to six and keep as many tensors.
+// GeGLU product gelu(gate) * up with the tanh form of GELU. Each has one pass forward and one backward;
+// torch operators need three to six passes and store as many tensors.
 #pragma once
 
 #include <algorithm>
@@ -13,10 +13,10 @@
 
 namespace mosar {
 
-// Rows of a task. Sums over rows are taken per task and then over tasks in order, so that they do not
-// depend on the number of threads.
+// Rows per task. Rows are summed per task, and then tasks in order, so the sums do not depend on the
+// number of threads.
 constexpr int64_t kRowBlock = 32;
-// Entries of a task where rows do not matter.
+// Entries per task, if rows do not matter.
 constexpr int64_t kEntryBlock = 16384;
 
 inline double sum_of_squares(const float* x, int64_t count) { return dot_product(x, x, count); }
@@ -94,7 +94,7 @@ inline vf gelu_slope(vf x, vf share) {
   return share + x * share * (1.0f - share) * dz * 2.0f;
 }
 
-// Calls body(offset, count) for the vectors of a long row; only a task's last one may be shorter.
+// Calls body(offset, count) for the vectors of a long row; only the last vector of a task may be shorter.
 template <class Body>
 inline void for_vectors(int64_t count, const Parallel& threads, const Body& body) {
   threads.run((count + kEntryBlock - 1) / kEntryBlock, [&](int64_t block) {

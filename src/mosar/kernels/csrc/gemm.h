@@ -4,10 +4,11 @@
 //   accumulate  O[d][lane]   += sum_key V[key][d] P[key][lane]       (also dQ += K dS)
 //   outer       G[key][d]    += sum_lane P[key][lane] X[lane][d]     (dV += P dO, dK += dS Q)
 //
-// Lanes are query rows, so keys need no padding or alignment: any run of keys costs what it holds, and
-// softmax over keys never crosses lanes. Sums start at 0 and are added to the result once per block:
-// many short chains of additions round less than one long one. So is a score's sum over d, every `chain`.
-// Matrices over lanes have kLanes columns, 64-byte aligned.
+// Lanes are query rows, so keys need no padding or alignment: the cost of a run is proportional to its
+// length, and softmax over keys never crosses lanes. Sums start at 0 and are added to the result once
+// per block, because many short chains of additions have less rounding error than a long one. A score's
+// sum over d is split in the same way, every `chain` terms. Matrices over lanes have kLanes columns and
+// are 64-byte aligned.
 #pragma once
 
 #include <algorithm>
@@ -20,8 +21,8 @@ constexpr int kKeyBlock = kManyRegisters ? 8 : 6;
 constexpr int kDimBlock = kManyRegisters ? 8 : 6;
 constexpr int kOuterKeys = kManyRegisters ? 6 : 3;
 constexpr int kOuterVectors = kManyRegisters ? 4 : 3;
-// A score is scaled down before anything depends on it. dP is not, and dP - dO·O cancels: it has to be
-// as right as it can cheaply be.
+// A score is scaled down before it is used. dP is not, and dP - dO·O cancels, so dP must be as accurate
+// as is cheaply possible.
 constexpr int64_t kScoreChain = 128, kGradientChain = 32;
 
 template <int Keys>
@@ -107,8 +108,8 @@ void outer_block(const float* __restrict p, const float* __restrict x, int64_t x
     }
 }
 
-// Calls body(start, count) over `total` items in runs of at most `block` that differ by at most one:
-// a short rest would leave the multiply-add units waiting for each other.
+// Calls body(start, count) over `total` items in runs of at most `block` that differ by at most one,
+// because the multiply-add units would have to wait in a short last run.
 template <class Body>
 void for_balanced(int64_t total, int64_t block, const Body& body) {
   int64_t runs = (total + block - 1) / block;
@@ -181,7 +182,7 @@ inline void outer(const float* p, int64_t keys, const float* x, float* g, int64_
   });
 }
 
-// [kLanes][dim] row-major <-> [dim][kLanes], dim a multiple of kWidth, by squares of kWidth.
+// [kLanes][dim] row-major <-> [dim][kLanes], in squares of kWidth; dim is a multiple of kWidth.
 inline void transpose_square(const float* __restrict in, int64_t in_stride, float* __restrict out,
                              int64_t out_stride) {
   vf a[kWidth], b[kWidth];

@@ -1,9 +1,9 @@
-// The regime KV cache's lists: one of keys per (row, routing group, class), in pages of one pool.
+// The lists of the regime KV cache: one list of keys per (row, routing group, class), in pages of a pool.
 //
-// A page holds kPageKeys keys of one list. Keys lie in it transposed, [head][dim][key], so that scores
-// need no sum across lanes; values as rows, [head][key][dim]. A list's keys are at places [begin, end) of
-// its pages, in the order in which they came, positions ascending; what leaves, leaves at the front, and
-// the page it leaves empty goes back to the pool. All bookkeeping is in arrays that the caller owns.
+// A page has kPageKeys keys of one list. Keys are stored transposed, [head][dim][key], so that scores
+// need no sum across lanes; values are rows, [head][key][dim]. A list's keys are at places [begin, end) of
+// its pages, in the order in which they came, with ascending positions. Keys are removed at the front,
+// and an empty page goes back to the pool. All bookkeeping is in arrays that the caller owns.
 #pragma once
 
 #include <algorithm>
@@ -19,17 +19,17 @@ constexpr int32_t kBoundless = std::numeric_limits<int32_t>::max();
 struct RegimeLists {
   int64_t rows, groups, classes;
   int64_t pages;     // of the pool
-  int64_t width;     // pages that the table has room for, per list
+  int64_t width;     // how many pages per list fit into the table
   int32_t* table;    // [rows][groups][classes][2 + width]: begin, end, and the list's pages
-  int32_t* marks;    // [pages][2][kPageKeys]: positions and slots (places among all tokens, padding too)
-  int32_t* free;     // [1 + pages]: a stack of unused pages under its height
+  int32_t* marks;    // [pages][2][kPageKeys]: positions and slots (indices among all tokens, with padding)
+  int32_t* free;     // [1 + pages]: the height of a stack of unused pages, then the stack
   int64_t* progress;  // [rows][4], see Progress
 
   int64_t count() const { return rows * groups * classes; }
 };
 
-// Of a row: tokens seen, the last position, the first query position that every evicted key is out of
-// reach of, and the last slot that was evicted.
+// For each row: tokens seen, the last position, the first query position from which no evicted key can
+// be reached, and the last evicted slot.
 struct Progress {
   int64_t seen, last_position, horizon, evicted_slot;
 };
@@ -50,7 +50,7 @@ class List {
   int32_t slot(int64_t place) const { return mark(place)[kPageKeys]; }
   const int32_t* positions(int64_t place) const { return mark(place - place % kPageKeys); }
 
-  // Whatever wrote the table, reading by it must stay inside the pool.
+  // Whether all indices of the table are inside the pool, whatever wrote it.
   bool is_sound() const {
     if (begin() < 0 || end() < begin() || end() > lists_.width * kPageKeys) return false;
     for (int64_t i = 0; i * kPageKeys < end(); ++i)
@@ -58,7 +58,7 @@ class List {
     return true;
   }
 
-  // The first place whose position is at least `limit`, looked for from the end, where it mostly is.
+  // The first place whose position is at least `limit`; the search starts at the end, where it mostly is.
   int32_t find(int64_t limit) const {
     int32_t low = begin(), high = end();
     for (int32_t step = 1; high > low; step *= 2) {
@@ -77,7 +77,7 @@ class List {
     return low;
   }
 
-  // Makes room for one more key at the end and marks it; its place. The pool must have a page.
+  // Makes room for one more key at the end, marks it, and returns its place. The pool must have a page.
   int32_t push(int32_t position, int32_t slot) {
     const int32_t place = data_[1]++;
     if (place % kPageKeys == 0) data_[2 + place / kPageKeys] = lists_.free[lists_.free[0]--];
@@ -105,15 +105,15 @@ class List {
   int32_t* data_;
 };
 
-// One token a row. Elements are moved as bytes: storage has the dtype of what comes.
+// One token per row. Elements are copied as bytes, because storage has the same dtype.
 struct Token {
   const int64_t* label;     // [rows][groups]
   const int64_t* position;  // [rows]; null: the slot
   const bool* valid;        // [rows]; null: every row has a token
   int64_t slot;
-  int64_t sinks;          // the first so many keys of a row belong to the last class
-  int64_t margin;         // keys are kept so many positions longer than they are in reach; < 0: for ever
-  const int32_t* reach;   // [classes]: of the farthest-looking query
+  int64_t sinks;          // how many first keys of a row belong to the last class
+  int64_t margin;         // for how many positions keys are kept after they are out of reach; < 0: for ever
+  const int32_t* reach;   // [classes]: the longest reach of any query
 };
 
 template <class T>
@@ -140,8 +140,8 @@ inline void evict(const RegimeLists& lists, int64_t row, int64_t position, const
     }
 }
 
-// Adds a token to every row that has one, `k_pool` [pages][heads][dim][kPageKeys] and `v_pool`
-// [pages][heads][kPageKeys][dim], and evicts what no later query can read. Everything was checked.
+// Adds a token to every row that has one, and evicts keys that no later query can read. `k_pool` is
+// [pages][heads][dim][kPageKeys], `v_pool` [pages][heads][kPageKeys][dim]. All arguments were checked.
 template <class T>
 void append_token(const RegimeLists& lists, const Token& token, const Source<T>& k,
                   const Source<T>& v, int64_t heads, int64_t dim, T* k_pool, T* v_pool) {
@@ -171,7 +171,7 @@ void append_token(const RegimeLists& lists, const Token& token, const Source<T>&
   }
 }
 
-// How many more tokens surely fit before the pool or the table must grow.
+// How many more tokens are sure to fit before the pool or the table must grow.
 inline int64_t room(const RegimeLists& lists) {
   int32_t longest = 0;
   for (int64_t i = 0; i < lists.count(); ++i) longest = std::max(longest, List(lists, i).end());

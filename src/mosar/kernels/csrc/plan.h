@@ -1,9 +1,9 @@
 // Sort by regime: the support as one run of sorted keys per (query, key class).
 //
-// Keys are ordered by (class, position) and queries by (label, position), stably. The keys of class c
-// that query i may read are then sorted keys [lo, hi): from the first inside its reach (and inside its
-// segment) to the last that is not in its future. Both ends only move forward from query to query of
-// one label, so all runs are found in O((T + S) R C) steps after the counting sort.
+// Keys are sorted by (class, position) and queries by (label, position), stably. Then the keys of class c
+// that query i may read are the sorted keys [lo, hi): from the first one inside its reach (and inside its
+// segment) to the last one that is not in its future. Both ends only move forward from one query of a
+// label to the next, so all runs are found in O((T + S) R C) steps after the counting sort.
 #pragma once
 
 #include <algorithm>
@@ -17,9 +17,9 @@ struct PlanRow {
   int64_t queries, keys, labels, classes;
   const int32_t *label_q, *class_k;  // [queries], [keys]
   const int32_t *pos_q, *pos_k;      // positions, ascending from segment to segment
-  const int32_t* floor_q;            // where the query's segment starts; null: 0
+  const int32_t* floor_q;            // the start of the query's segment; null: 0
   const bool* valid_k;               // null: every key
-  const int32_t* reach;              // [labels][classes], INT32_MAX where boundless
+  const int32_t* reach;              // [labels][classes], INT32_MAX if unlimited
   // Results:
   int32_t *query_order, *key_order;      // [queries], [keys]; unused places of key_order hold -1
   int32_t *query_offsets, *key_offsets;  // [labels + 1], [classes + 1]

@@ -1,5 +1,5 @@
-// Vectors of floats as wide as the CPU has them, written with the compiler's vector extension so that
-// one source serves AVX-512, AVX2, SSE and NEON; and the two functions softmax needs, exp2 and tanh.
+// Vectors of floats with the CPU's own width, written with the compiler's vector extension so that
+// one source serves AVX-512, AVX2, SSE and NEON; and the two functions that softmax needs: exp2, tanh.
 #pragma once
 
 #include <algorithm>
@@ -20,7 +20,7 @@ constexpr int kWidth = 8;
 constexpr int kWidth = 4;
 #endif
 
-// 32 registers hold a block of 8 x 2 sums with room to spare, 16 hold 6 x 2.
+// With 32 registers, a block of 8 x 2 sums fits with room to spare; with 16, a block of 6 x 2.
 #if defined(__AVX512F__) || defined(__aarch64__)
 constexpr bool kManyRegisters = true;
 #else
@@ -37,7 +37,7 @@ constexpr int kLanes = 2 * kWidth;
 
 constexpr double kLog2eDouble = 1.44269504088896341;
 constexpr float kLog2e = static_cast<float>(kLog2eDouble);
-// Scores of pairs that do not exist, and the smallest running maximum: exp2 of their difference is 0.
+// The score of pairs that do not exist, and the smallest running maximum; exp2 of their difference is 0.
 constexpr float kMasked = -1e30f;
 constexpr float kLowest = -1e29f;
 
@@ -93,8 +93,8 @@ inline double dot_product(const float* a, const float* b, int64_t count) {
   return sum;
 }
 
-// A sum over many terms whose rounding errors are kept aside (Knuth's two-sum): its error does not
-// grow with their number.
+// A sum over many terms that tracks its rounding errors (Knuth's two-sum), so that its error does not
+// grow with the number of terms.
 struct LongSum {
   vf high = vf{}, low = vf{};
   void add(vf x) {
@@ -103,14 +103,14 @@ struct LongSum {
     high = sum;
   }
 };
-// So many terms are added up before they go into a long sum.
+// The number of terms that are added before they go into a long sum.
 constexpr int64_t kTerms = 8;
 
-// The whole part of log2 of a normal number.
+// The integer part of log2 of a normal number.
 inline vf exponent(vf x) { return to_float((reinterpret_cast<vi>(x) >> 23) - 127); }
 
-// Below this exponent 2^x counts as 0. Far above the smallest float, so that products with it are
-// normal numbers: denormal ones cost a hundred cycles each.
+// Below this exponent, 2^x counts as 0. It is far above the smallest float, so that products with it
+// are normal numbers: denormal numbers cost a hundred cycles each.
 constexpr float kExponentCut = -100.0f;
 
 // 2^x within 2 ulp for kExponentCut <= x <= 127, exactly 0 below; NaN for NaN.
@@ -130,7 +130,7 @@ inline vf exp2(vf x) {
 #endif
 }
 
-// 2^x within 2 ulp for -126 <= x <= 127, of an exponent whose digits a float does not hold.
+// 2^x within 2 ulp for -126 <= x <= 127, for an exponent that needs more digits than a float has.
 inline vf exp2(vd x) {
   const double magic = 6755399441055744.0;  // 1.5 * 2^52: adding it leaves round(x)
   const vd whole = x + magic - magic;
@@ -140,7 +140,7 @@ inline vf exp2(vd x) {
 
 // tanh(x) = x P(x^2) / Q(x^2) within 3 ulp, saturated beyond |x| = 7.95 where 1 - tanh < 3e-7.
 inline vf tanh(vf x) {
-  // Comparisons with NaN are false: it passes through.
+  // Comparisons with NaN are false, so NaN propagates.
   x = x > 7.95f ? splat(7.95f) : x;
   x = x < -7.95f ? splat(-7.95f) : x;
   vf u = x * x;

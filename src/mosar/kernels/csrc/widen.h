@@ -24,12 +24,12 @@ inline float widen_one(Bfloat16 x) {
 }
 inline float widen_one(Float16 x) {
   const uint32_t sign = (x.bits & 0x8000u) << 16, rest = x.bits & 0x7fffu;
-  // Exponents are rebased by a product, which is exact and serves denormal numbers too.
+  // A product changes the exponent's bias; it is exact, also for denormal numbers.
   uint32_t bits = rest << 13;
   float result;
   std::memcpy(&result, &bits, sizeof result);
   result *= 0x1p112f;
-  if (rest >= 0x7c00u) {  // infinite or not a number
+  if (rest >= 0x7c00u) {  // infinite or NaN
     bits = 0x7f800000u | rest << 13;
     std::memcpy(&result, &bits, sizeof result);
   }

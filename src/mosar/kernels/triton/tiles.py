@@ -197,7 +197,7 @@ def source_of(
 
 @triton.jit
 def split_zones(begin, inner_begin, inner_end, end, BLOCK: tl.constexpr):
-    """Splits [begin, end) into whole blocks of [inner_begin, inner_end) and the rest around them."""
+    """Splits [begin, end) into whole blocks of [inner_begin, inner_end) and the rest."""
     inner_begin = tl.minimum(tl.maximum(inner_begin, begin), end)
     whole = tl.maximum(tl.minimum(inner_end, end) - inner_begin, 0) // BLOCK
     stop = tl.where(whole > 0, inner_begin, end)
