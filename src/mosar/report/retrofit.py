@@ -304,10 +304,11 @@ def _needles(run: RetrofittedRun, several: bool) -> str:
         lines.append(f"| {length:,} | {task} | {' | '.join(cells)} | {density} | {reach} |")
     lines.append("")
     for length, scores in kept.items():
+        tasks = "1 task counts" if len(scores) == 1 else f"{len(scores)} tasks count"
         share = sum(ours for ours, _ in scores) / sum(theirs for _, theirs in scores)
         lines.append(
             f"- {length:,} tokens: of what the dense model answers, sparse routing keeps "
-            f"{100 * share:.0f} % ({len(scores)} tasks count)."
+            f"{100 * share:.0f} % ({tasks})."
         )
     for length in sorted({length for length, _ in by_task} - set(kept)):
         lines.append(f"- {length:,} tokens: no task counts.")
