@@ -116,6 +116,14 @@ def test_a_panel_a_length_with_both_lines():
         draw_frontier({2048: ([], [])})
 
 
+def test_names_of_close_points_stand_on_both_sides():
+    points = [FrontierPoint(name, x, 0.02) for name, x in (("a", 0.1), ("b", 0.2), ("c", 0.205))]
+    names = {text.get_text(): text for text in draw_frontier({2048: (points, [])}).axes[0].texts}
+    assert [names[name].get_ha() for name in "abc"] == ["left", "right", "left"]
+    heights = [names[name].xyann[1] for name in "bc"]
+    assert heights[0] < 0 < heights[1]
+
+
 def test_names_are_text(tmp_path):
     """What a description says cannot become markup of the page that shows the report."""
     write_run(tmp_path, "a", [DENSE, routed("sparse", 0.1, 2.05, adapter="a")])
