@@ -46,7 +46,7 @@ def test_labels_of_a_file(tmp_path):
     ("arrays", "part"),
     [
         ({"labels_q": [0, 1]}, "must hold labels_q and labels_k"),
-        ({"labels_q": [0, 1], "labels_k": [0]}, "labels_k has 1 tokens, 2 are asked for"),
+        ({"labels_q": [0, 1], "labels_k": [0]}, "labels_k has 1 tokens, 2 are needed"),
         ({"labels_q": [0, 2], "labels_k": [0, 1]}, r"labels_q must lie in 0\.\.1"),
         ({"labels_q": [0, -1], "labels_k": [0, 1]}, r"labels_q must lie in 0\.\.1"),
         ({"labels_q": [[0, 1]], "labels_k": [0, 1]}, "labels_q must be integers"),

@@ -77,7 +77,7 @@ def test_parquet(tmp_path):
     with pytest.raises(DataError, match="row 1: 'other' must be text, got int"):
         texts(tmp_path / "a.parquet", text_field="other")
     data = (tmp_path / "a.parquet").read_bytes()
-    with pytest.raises(DataError, match="not a whole parquet file"):
+    with pytest.raises(DataError, match="not a complete parquet file"):
         texts(write(tmp_path / "b.parquet", data[:-20]))
 
 
@@ -174,9 +174,9 @@ def test_a_byte_order_mark_is_no_text(tmp_path):
         ("a.jsonl", '{"text": 3}', "'text' must be text, got int"),
         ("a.txt", "a\0b", "NUL bytes"),
         ("a.txt", "text".encode("utf-16"), "NUL bytes"),
-        ("a.txt.gz", None, "a.txt.gz is not a whole gzip file"),
-        ("b.txt.gz", b"plain text", "not a whole gzip file"),
-        ("a.jsonl.gz", None, "a.jsonl.gz is not a whole gzip file"),
+        ("a.txt.gz", None, "a.txt.gz is not a complete gzip file"),
+        ("b.txt.gz", b"plain text", "not a complete gzip file"),
+        ("a.jsonl.gz", None, "a.jsonl.gz is not a complete gzip file"),
         ("a.parquet.gz", "x", "unpack it first"),
         ("a.zst", "x", "unpack it first"),
     ],
@@ -199,7 +199,7 @@ def test_missing_and_strange_sources(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for name, part in (
         ("nothing.txt", "does not exist"),
-        ("empty", "holds no file that ends in"),
+        ("empty", "has no file that ends in"),
         ("pipe", "neither a file nor a folder"),
     ):
         with pytest.raises(DataError, match=part):

@@ -169,7 +169,7 @@ def test_a_moved_run_evaluates(run, dataset, tmp_path):
     config = json.loads((moved / "config.json").read_text())
     config["data"]["folder"] = "/where/it/was"
     (moved / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match="not in /where/it/was any more; say where with --data"):
+    with pytest.raises(ModelError, match="no longer in /where/it/was; give its path with --data"):
         evaluate(moved, **QUICK)
     data = shutil.copytree(dataset, tmp_path / "another machine" / "data")
     assert untimed(evaluate(moved, **QUICK, data=data)) == untimed(here)
@@ -196,7 +196,7 @@ def test_evaluation_leaves_the_training_as_it_was(run):
     ("spoil", "message"),
     [
         (lambda f: shutil.rmtree(f), "there is no run folder"),
-        (lambda f: (f / "config.json").unlink(), "is no run folder: it has no config.json"),
+        (lambda f: (f / "config.json").unlink(), "is not a run folder: it has no config.json"),
         (lambda f: (f / "config.json").write_text("{}"), "not a run's configuration: its schema"),
         (lambda f: (f / "config.json").write_text("[1]"), "is not a run's configuration"),
         (
@@ -209,7 +209,7 @@ def test_evaluation_leaves_the_training_as_it_was(run):
         ),
         (
             lambda f: [p.write_bytes(b"x") for p in f.glob("checkpoints/*/model.safetensors")],
-            r"step 6 in .* is damaged \(model.safetensors was .*; no other one is whole",
+            r"step 6 in .* is damaged \(model.safetensors was .*; no other one is complete",
         ),
         (
             lambda f: (f / "checkpoints/step-00000006/state.json").unlink(),

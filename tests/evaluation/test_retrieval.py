@@ -123,5 +123,5 @@ def test_wrong_arguments(task_run):
         evaluate(folder, lengths=[16], progress=False)
     with pytest.raises(ValueError, match="tokens must be at least 256, one window; got 100"):
         evaluate(folder, tokens=100, progress=False)
-    with pytest.raises(ValueError, match="learnt the task recall, which has no data"):
+    with pytest.raises(ValueError, match="learnt the task recall, which needs no data"):
         evaluate(folder, data="anywhere", progress=False)

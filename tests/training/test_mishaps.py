@@ -129,7 +129,7 @@ def test_a_place_that_cannot_be_a_folder(dataset, tmp_path, trained, exported, c
         "import": ("import", exported),
     }[command]
     for out, why in (
-        (tmp_path / "file", "a file|is there already"),
+        (tmp_path / "file", "a file|already exists"),
         (tmp_path / "file" / "below", "a file is in the place of a folder; give another --out"),
         ("/proc/x", r"/proc/x: the folder cannot be made \(No such file or directory\); give"),
     ):

@@ -169,9 +169,12 @@ def unsealed_line(lines):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (altered, r"metrics\.jsonl, line 5 or one before it is not .*its checksum is wrong"),
-        (lambda lines: lines[:4] + lines[5:], r"metrics\.jsonl, line 5 or one before it is not"),
-        (lambda lines: lines[1:], r"metrics\.jsonl, line 1 or one before it is not"),
+        (altered, r"metrics\.jsonl, line 5 or one before it was changed: .*its checksum is wrong"),
+        (
+            lambda lines: lines[:4] + lines[5:],
+            r"metrics\.jsonl, line 5 or one before it was changed",
+        ),
+        (lambda lines: lines[1:], r"metrics\.jsonl, line 1 or one before it was changed"),
         (unsealed_line, r"metrics\.jsonl, line 5 .*its checksum is missing"),
         (lambda lines: [*lines[:4], b"{\n", *lines[5:]], r"metrics\.jsonl, line 5 or one before"),
         (lambda lines: [*lines[:4], b"[" * 100_000 + b"\n", *lines[5:]], "line 5 .* 100 deep"),
@@ -187,7 +190,7 @@ def test_metrics_that_are_not_what_was_written(config, whole, tmp_path, damage, 
     for read in (lambda: train(config, out, progress=False), lambda: read_metrics(out)):
         with pytest.raises(TrainingError, match=message) as caught:
             read()
-        assert "or remove the file to continue without its lines" in str(caught.value)
+        assert "or remove it to continue without its lines" in str(caught.value)
     assert metrics.read_bytes() == spoilt
     with pytest.raises(TrainingError, match=message):
         consolidate(out, tmp_path / "plain")
@@ -211,7 +214,7 @@ def test_metrics_that_were_removed_are_done_without(config, whole, tmp_path, mon
     kept = [line for line in lines(whole) if line["step"] > 6]
     assert lines(out) == kept and tensors(out) == tensors(whole)
     metrics.write_bytes(b"".join(metrics.read_bytes().splitlines(keepends=True)[1:]))
-    with pytest.raises(TrainingError, match="line 1 or one before it is not what was written"):
+    with pytest.raises(TrainingError, match="line 1 or one before it was changed"):
         read_metrics(out)
 
 
@@ -249,7 +252,7 @@ def test_a_run_of_before_checksums_and_tasks_goes_on(config, whole, tmp_path):
     lines = metrics.read_bytes().splitlines(keepends=True)
     assert b"checksum" not in lines[2] and b"checksum" in lines[-1]
     metrics.write_bytes(b"".join(lines[:2] + lines[3:]))
-    with pytest.raises(TrainingError, match="or one before it is not what was written"):
+    with pytest.raises(TrainingError, match="or one before it was changed"):
         read_metrics(out)
 
 
@@ -266,7 +269,7 @@ def test_a_damaged_checkpoint_costs_only_the_time_since_the_one_before(
     for path in (out / "checkpoints").glob("*/model.safetensors"):
         os.truncate(path, 10)
     before = sorted(out.rglob("*"))
-    with pytest.raises(TrainingError, match="is whole"):
+    with pytest.raises(TrainingError, match="is complete"):
         train(config, out, progress=False)
     assert sorted(out.rglob("*")) == before
 

@@ -69,7 +69,7 @@ def _load(path: str, length: int, config: MoSARConfig) -> tuple[Tensor, Tensor]:
                 f"{path}: {name} must be integers [tokens], got {values.dtype} {values.shape}"
             )
         if len(values) < length:
-            raise ValueError(f"{path}: {name} has {len(values)} tokens, {length} are asked for")
+            raise ValueError(f"{path}: {name} has {len(values)} tokens, {length} are needed")
         if values.size and not 0 <= values.min() <= values.max() < config.num_regimes:
             raise ValueError(f"{path}: {name} must lie in 0..{config.num_regimes - 1}")
     labels_q, labels_k = (torch.as_tensor(v[:length].astype(np.int64)) for v in labels)

@@ -32,7 +32,7 @@ def measure_peak(
 ) -> int:
     """Bytes of the call that `prepare(case, competitor)` gives; raises Unavailable."""
     if not _CLEAR.exists():
-        raise Unavailable("memory is measured with /proc/self/clear_refs, which is not here")
+        raise Unavailable("memory is measured with /proc/self/clear_refs, which is missing")
     # It imports what this process imports; -P: but nothing from the working directory.
     command = [sys.executable, "-P", "-m", "mosar.bench.memory"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

@@ -241,7 +241,7 @@ def _comparable(run: Path, against: Path, step: int | None) -> LoadedRun:
     for loaded in (ours, other):
         if loaded.config.data.task != "text":
             raise ValueError(
-                f"--against compares perplexities, and {loaded.run} learnt the task "
+                f"--against compares perplexities, but {loaded.run} learnt the task "
                 f"{loaded.config.data.task}"
             )
     if ours.data_fingerprint != other.data_fingerprint:

@@ -97,7 +97,7 @@ def generate(
     # Check the options before loading the model, which may take long.
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
     if sys.stdout is None:
-        raise ValueError("stdout is closed, and the text goes there")
+        raise ValueError("stdout is closed, so the text cannot be written")
     if prompt is None and not compare:
         raise ValueError("--prompt is missing: the text to continue")
     text = None if prompt is None else _read_prompt(prompt)
@@ -170,7 +170,7 @@ def _read_prompt(prompt: str) -> str:
             prompt = sys.stdin.read()
         prompt.encode()
     except UnicodeError:
-        raise ValueError("--prompt must be UTF-8 text, and it is not") from None
+        raise ValueError("--prompt must be UTF-8 text") from None
     return prompt
 
 

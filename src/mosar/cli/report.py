@@ -43,7 +43,7 @@ def report(
     if not find_runs(folder):
         report_experiment(folder, out)
     elif out is not None:
-        raise ValueError("--out is for experiments; a retrofit's is in its folder")
+        raise ValueError("--out is for experiments; the report of a retrofit is in its run folder")
     else:
         report_retrofit(folder)
 

@@ -57,7 +57,7 @@ def find_source(spec: str) -> Source:
         files = tuple(file for file in listed if _is_known(file))
         if not files:
             known = ", ".join((*TEXT_SUFFIXES, *LINES_SUFFIXES, ".parquet"))
-            raise DataError(f"{spec} holds no file that ends in {known} or those with .gz")
+            raise DataError(f"{spec} has no file that ends in {known}, also with .gz")
         return Source(spec=spec, kind="folder", files=files, passed_over=len(listed) - len(files))
     if path.is_file():
         if path.suffix.lower() in _COMPRESSED:
@@ -66,7 +66,7 @@ def find_source(spec: str) -> Source:
             )
         return Source(spec=spec, kind="file", files=(path,))
     if path.exists():
-        raise DataError(f"{spec} is neither a file nor a folder, and sources may be read twice")
+        raise DataError(f"{spec} is neither a file nor a folder; a source is read twice")
     raise DataError(f"{spec} does not exist; a source is a file, a folder, stdlib or hf:NAME")
 
 
@@ -148,7 +148,7 @@ def _documents_of(source: Source, text_field: str, report: ReadReport) -> Iterat
         suffix, gzipped = _format(file)
         if suffix == ".parquet":
             if gzipped:
-                raise DataError(f"{file}: parquet is compressed by itself; unpack it first")
+                raise DataError(f"{file}: parquet must not be compressed again; unpack it first")
             yield from parquet_documents(file, text_field, report)
         elif suffix in (*LINES_SUFFIXES, ".json"):
             yield from line_documents(file, text_field, report)

@@ -128,7 +128,7 @@ def _reading(path: Path) -> Iterator[None]:
     try:
         yield
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise DataError(f"{path} is not a whole gzip file: {error}") from None
+        raise DataError(f"{path} is not a complete gzip file: {error}") from None
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from None
 
@@ -224,7 +224,7 @@ def parquet_documents(path: Path, text_field: str, report: ReadReport) -> Iterat
                     yield _row_document({text_field: value}, text_field, f"{path}, row {rows}")
                 report.bytes_read += size * len(batch) // max(file.metadata.num_rows, 1)
     except pyarrow.ArrowException as error:
-        raise DataError(f"{path} is not a whole parquet file: {_one_line(error)}") from None
+        raise DataError(f"{path} is not a complete parquet file: {_one_line(error)}") from None
 
 
 def parse_hf(spec: str) -> tuple[str, str | None, str]:

@@ -141,7 +141,7 @@ class Manifest:
     @classmethod
     def _from_values(cls, values: Any, path: Path) -> Manifest:
         if not isinstance(values, dict) or values.get("format") != FORMAT:
-            raise DataError(f"{path} is not the manifest of a dataset of mosar")
+            raise DataError(f"{path} is not the manifest of a dataset made by mosar")
         version = values.get("version")
         if isinstance(version, int) and version > VERSION:
             raise DataError(

@@ -86,10 +86,10 @@ def evaluate(
 def _check_task(loaded: LoadedRun, data: Path | str | None) -> None:
     task = loaded.config.data.task
     if data is not None:
-        raise ValueError(f"{loaded.run} learnt the task {task}, which has no data")
+        raise ValueError(f"{loaded.run} learnt the task {task}, which needs no data")
     if task_fingerprint(loaded.config) != loaded.data_fingerprint:
         raise ModelError(
-            f"{loaded.run} learnt {task} as another version of mosar makes it; train it again"
+            f"{loaded.run} learnt {task} with another version of mosar; train it again"
         )
 
 

@@ -57,7 +57,7 @@ class LoadedRun:
         check_folder(run, "run folder", "mosar train")
         if not has_run(run):
             raise ModelError(
-                f"{run} is no run folder: it has no {CONFIG}; give a folder made by mosar train"
+                f"{run} is not a run folder: it has no {CONFIG}; give a folder made by mosar train"
             )
         config, fingerprint = read_config(run), read_data_fingerprint(run)
         checkpoint = _read(run, step)
@@ -78,7 +78,7 @@ class LoadedRun:
         folder = Path(self.config.data.folder) if data is None else data
         if data is None and not (folder / MANIFEST).exists():
             raise ModelError(
-                f"the data of {self.run} is not in {folder} any more; say where with --data"
+                f"the data of {self.run} is no longer in {folder}; give its path with --data"
             )
         if data_fingerprint(Manifest.read(folder)) != self.data_fingerprint:
             raise ModelError(
@@ -141,7 +141,7 @@ def _read(run: Path, step: int | None) -> Checkpoint:
         return read_checkpoint(folder, chosen)
     except DamagedFile as error:
         others = [other for other in steps if other != chosen and _is_whole(folder, other)]
-        alone = "it is the only one" if len(steps) == 1 else "no other one is whole"
+        alone = "it is the only one" if len(steps) == 1 else "no other one is complete"
         advice = f"others are there for --step: {_listed(others)}" if others else alone
         raise ModelError(
             f"the checkpoint of step {chosen} in {run} is damaged ({error}); {advice}"

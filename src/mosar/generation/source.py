@@ -77,7 +77,7 @@ def open_source(
 def _refuse_run_options(step: int | None, data: Path | None, model: Path | str) -> None:
     for option, given in (("--step", step), ("--data", data)):
         if given is not None:
-            raise ValueError(f"{option} is for run folders of mosar train, and {model} is none")
+            raise ValueError(f"{option} is only for run folders of mosar train, got {model}")
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def _open_run(folder: Path, routing: str | None, step: int | None, data: Path | 
     config = loaded.config
     if config.data.task != "text":
         raise ModelError(
-            f"{folder} learnt the task {config.data.task}, not text; mosar evaluate asks it"
+            f"{folder} learnt the task {config.data.task}, not text; use mosar evaluate"
         )
     _, tokenizer = loaded.open_tokenizer(data)
     return _source(loaded.decoder, tokenizer, routing, loaded.cell.variant)
@@ -117,7 +117,7 @@ def _open_exported(folder: Path, routing: str | None) -> Source:
     model = load_model(folder)
     if not (folder / TOKENIZER).exists():
         raise ModelError(
-            f"{folder} has no {TOKENIZER}: models that learnt a task have none, and text needs one"
+            f"{folder} has no {TOKENIZER}: a model that learnt a task cannot read text"
         )
     tokenizer = read_tokenizer(folder, _end_of_text(folder))
     decoder = model.to_decoder().requires_grad_(False)

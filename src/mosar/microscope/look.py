@@ -210,6 +210,6 @@ def _subject(model: Any) -> Any:
     if hasattr(model, "set_routing") and hasattr(model, "observe"):
         return _RetrofitSubject(model)
     raise ModelError(
-        f"a {type(model).__name__} has no routers to look at; mosar retrofit makes some for a "
-        "model of transformers"
+        f"a {type(model).__name__} has no routers to look at; mosar retrofit adds them to a "
+        "transformers model"
     )

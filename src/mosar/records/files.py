@@ -66,8 +66,8 @@ def read_records(path: Path | str) -> list[Record]:
                 records.append(_decode(line))
             except (ValueError, TypeError, AttributeError) as error:
                 raise DamagedFile(
-                    f"{path}, line {number}: {error}; put back what was written, or remove the "
-                    "file to make it again"
+                    f"{path}, line {number}: {error}; restore the file, or remove it to make "
+                    "it again"
                 ) from None
     return records
 

@@ -160,7 +160,7 @@ def read_checkpoint(folder: Path, step: int) -> Checkpoint:
         missing = Path(error.filename or path).name
         raise DamagedFile(f"{missing} is missing") from None
     except (KeyError, TypeError, AttributeError):
-        raise DamagedFile(f"{STATE} is not what was written") from None
+        raise DamagedFile(f"{STATE} was changed after it was written") from None
     return Checkpoint(path, step, state)
 
 
@@ -189,7 +189,7 @@ def newest_checkpoint(folder: Path, report: Callable[[str], None]) -> Checkpoint
         return checkpoint
     if problems:
         listed = "; ".join(f"step {step}: {problem}" for step, problem in problems)
-        raise DamagedFile(f"no checkpoint in {folder} is whole ({listed})")
+        raise DamagedFile(f"no checkpoint in {folder} is complete ({listed})")
     return None
 
 

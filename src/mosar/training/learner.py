@@ -146,9 +146,7 @@ class Learner(Run):
             with autocast(self.config.train):
                 return self.terms(*batch, step=step)
         except NotANumber:
-            raise NonFiniteError(
-                f"step {step}: a routing is not a number, nor is the loss"
-            ) from None
+            raise NonFiniteError(f"step {step}: the routing and the loss are NaN") from None
 
     def _line(self, step: int, split: str, mean: Mean) -> dict[str, Any]:
         means = mean.over(self.team)

@@ -211,7 +211,7 @@ def _find_step(run: Run, out: Path, reporter: Reporter, *, resume: bool) -> int 
             raise TrainingError(f"{out} has checkpoints but no {CONFIG}; give another --out")
         if run.own_files is not None and (other := foreign_file(out, run.own_files)) is not None:
             raise TrainingError(
-                f"{out} is no run, and not empty (it holds {other}); give another --out"
+                f"{out} is not a run and not empty (it holds {other}); give another --out"
             )
         return None
     if has_made_a_step(out):

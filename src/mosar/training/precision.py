@@ -46,6 +46,6 @@ def _check_cpu_bfloat16() -> None:
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True)
     if done.returncode < 0:
         raise TrainingError(
-            "bfloat16 kills a process on this machine, which promises instructions that it does "
-            "not have; set ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 or train.precision=fp32"
+            "bfloat16 crashes on this machine, which reports CPU instructions that it does not "
+            "have; set ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 or train.precision=fp32"
         )

@@ -35,7 +35,7 @@ CONFIG, METRICS, CHECKPOINTS, LOCK = "config.json", "metrics.jsonl", "checkpoint
 SCHEMA_VERSION = 1
 _AFTER = "after"
 _BATCH = {"train.micro_batch", "train.accumulation"}
-_WITHOUT = "put back what was written, or remove the file to continue without its lines"
+_WITHOUT = "restore the file, or remove it to continue without its lines"
 
 
 class SavedConfig(Protocol):
@@ -133,8 +133,8 @@ def check_same_run(
     if data_fingerprint != saved_fingerprint and config.data.task == saved.data.task:
         if config.data.task != "text":
             raise TrainingError(
-                f"{folder} learnt {config.data.task} from windows that this version does not make "
-                "any more; give another --out"
+                f"{folder} learnt {config.data.task} from windows that this version no longer "
+                "makes; give another --out"
             )
         raise TrainingError(
             f"{folder} was trained on other data than {config.data.folder} holds now; give the "
@@ -185,8 +185,7 @@ def _read_lines(path: Path) -> Iterator[_Line]:
                 raise ValueError("its checksum is missing")
         except ValueError as error:
             raise TrainingError(
-                f"{path}, line {number} or one before it is not what was written: {error}; "
-                f"{_WITHOUT}"
+                f"{path}, line {number} or one before it was changed: {error}; {_WITHOUT}"
             ) from None
         # Earlier versions wrote no checksums; later lines cover theirs.
         expected, link = found, checksum(values, before)[:LINE_DIGITS]

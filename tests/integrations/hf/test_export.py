@@ -186,12 +186,12 @@ def test_an_altered_export_is_refused(run, bpe_dataset, tmp_path, name):
     path.write_bytes(data)
     message = rf"{name} is not what was exported: its checksum is wrong; export it again"
     if name == "config.json":
-        message = rf"{message}|is no exported model"
+        message = rf"{message}|is not an exported model"
     with pytest.raises(ModelError, match=message):
         import_model(folder, tmp_path / "again", data=bpe_dataset)
     assert not (tmp_path / "again").exists()
     path.unlink()
-    with pytest.raises(ModelError, match=rf"{name} is missing|is no exported model"):
+    with pytest.raises(ModelError, match=rf"{name} is missing|is not an exported model"):
         load_model(folder)
 
 
@@ -225,7 +225,7 @@ def test_a_full_disk(run, bpe_dataset, tmp_path, room):
 def test_altered_metrics_are_not_exported(run, tmp_path):
     source = run()
     (source / "metrics.jsonl").write_text('{"step": 20, "split": "valid", "loss": 1\n')
-    with pytest.raises(TrainingError, match=r"metrics\.jsonl, line 1 or one before it is not"):
+    with pytest.raises(TrainingError, match=r"metrics\.jsonl, line 1 or one before it was changed"):
         export_run(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -247,7 +247,7 @@ def test_what_cannot_be_exported(run, dataset, bpe_dataset, tmp_path):
     config = json.loads((moved / "config.json").read_text())
     config["data"]["folder"] = str(tmp_path / "gone")
     (moved / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match="any more; say where with --data"):
+    with pytest.raises(ModelError, match=r"is no longer in .*; give its path with --data"):
         export_run(moved, out)
     export_run(moved, out, data=dataset)
     with pytest.raises(ModelError, match="holds an exported model already; --force replaces"):

@@ -341,7 +341,7 @@ def test_wrong_calls_are_named():
 def test_folders_that_hold_no_model(tmp_path):
     with pytest.raises(ModelError, match="there is no folder"):
         load_model(tmp_path / "none")
-    with pytest.raises(ModelError, match="is no exported model"):
+    with pytest.raises(ModelError, match="is not an exported model"):
         load_model(tmp_path)
     small_model().save_pretrained(tmp_path)
     weights, config = tmp_path / "model.safetensors", tmp_path / "config.json"

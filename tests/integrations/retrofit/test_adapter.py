@@ -96,7 +96,7 @@ def test_bfloat16_is_the_same_base(saved):
 
 def test_other_bases_are_refused(saved):
     folder, _ = saved
-    with pytest.raises(ModelError, match="the weights of this model are others"):
+    with pytest.raises(ModelError, match="the weights of this model are different"):
         load_adapter(tiny_model(seed=1), folder)
     changed = tiny_model()
     with torch.no_grad():
@@ -124,8 +124,8 @@ def edit(folder, old, new):
         (lambda f: os.truncate(f / WEIGHTS, 1000), "truncated or altered"),
         (lambda f: (f / WEIGHTS).unlink(), "cannot read"),
         (lambda f: (f / DESCRIPTION).unlink(), "holds no adapter"),
-        (lambda f: (f / DESCRIPTION).write_text("{"), "is no adapter"),
-        (lambda f: (f / DESCRIPTION).write_text('{"schema": 1}'), "is no adapter"),
+        (lambda f: (f / DESCRIPTION).write_text("{"), "is not an adapter"),
+        (lambda f: (f / DESCRIPTION).write_text('{"schema": 1}'), "is not an adapter"),
         (lambda f: (f / DESCRIPTION).write_text('{"schema": 7}'), "has schema 7"),
         (lambda f: edit(f, '"reach": 12.0', '"reach": 13.0'), "was altered after it was written"),
         (lambda f: edit(f, '"why": "a test"', '"why": "a joke"'), "its checksum is wrong"),
@@ -241,7 +241,7 @@ def test_code_that_a_model_brings_is_not_run(tmp_path, monkeypatch, part):
     else:
         own = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
         (folder / "tokenizer_config.json").write_text(json.dumps(own))
-    with pytest.raises(ModelError, match="code of its own, which mosar never runs"):
+    with pytest.raises(ModelError, match="its own code, which mosar never runs"):
         load_base(str(folder))
     assert not ran.exists()
 

@@ -113,7 +113,7 @@ def check_plain_folder(dataset, out, tmp_path):
             results[run] = [record["loss"] for record in records if "loss" in record] or records
         assert results[plain] == results[out]
     result = CliRunner().invoke(app, ["consolidate", str(out), "--out", str(tmp_path / "plain-9")])
-    assert result.exit_code == 1 and "is there already" in result.output
+    assert result.exit_code == 1 and "already exists" in result.output
     words = ["consolidate", str(out), "--out", str(tmp_path / "none"), "--step", "4"]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 1 and "has no checkpoint of step 4" in result.output

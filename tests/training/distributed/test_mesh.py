@@ -49,7 +49,7 @@ REFUSED = [
     ),
     (
         *(2, ("train.device=cuda:0",)),
-        "train.device is cuda:0, but each process takes a device of its own: set train.device=cuda",
+        "train.device is cuda:0, but each process uses its own device: set train.device=cuda",
     ),
 ]
 

@@ -121,4 +121,4 @@ def _check_written(written: MosarForCausalLM, meant: MosarForCausalLM) -> None:
     saved = written.state_dict()
     for name, tensor in meant.state_dict().items():
         if saved[name].dtype != tensor.dtype or not torch.equal(saved[name], tensor):
-            raise ModelError(f"{name} came back from the disk otherwise than it was written")
+            raise ModelError(f"{name} was not written correctly: reading it gives other values")

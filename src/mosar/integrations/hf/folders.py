@@ -62,7 +62,7 @@ def load_model(folder: Path | str, *, dtype: torch.dtype | None = None) -> Mosar
     check_folder(folder, "folder", "mosar export")
     if not is_model_folder(folder):
         raise ModelError(
-            f"{folder} is no exported model: its {CONFIG} does not say so; make one with mosar "
+            f"{folder} is not an exported model: its {CONFIG} does not say so; make one with mosar "
             "export"
         )
     check_checksums(folder)
@@ -135,10 +135,7 @@ def _refuse(out: Path, replace: bool | None) -> None:
     if replace is None:
         raise ModelError(f"{out} is not empty; choose another --out")
     if not is_model_folder(out):
-        raise ModelError(
-            f"{out} is not empty and holds something else than an exported model; "
-            "choose another --out"
-        )
+        raise ModelError(f"{out} is not empty and is not an exported model; choose another --out")
     foreign = sorted(path.name for path in out.iterdir() if not _is_ours(path))
     if foreign:
         raise ModelError(

@@ -191,7 +191,7 @@ class MosarModel(MosarPreTrainedModel):
             raise ValueError("output_attentions must be False: no kernel holds the probabilities")
         x = self._embed(input_ids, inputs_embeds)
         if use_cache is None and attention_mask is None and position_ids is not None:
-            # Packed texts are not gone on with, and there is no cache for them.
+            # Packed texts cannot be continued, so they need no cache.
             packed = torch.compiler.is_compiling() or starts_again(position_ids)
             use_cache = False if packed else None
         cache = self._cache(past_key_values, use_cache)

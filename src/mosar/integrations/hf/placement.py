@@ -74,7 +74,7 @@ def _valid(tokens: Tensor, mask: Tensor | None, cache: MosarCache | None) -> Ten
         if not torch.equal(told, stored):
             raise ValueError(
                 "attention_mask must be 0 for the padding that the cache was filled with and for "
-                f"no other token: it has {told.tolist()} tokens a row where the cache has "
+                f"no other token: it has {told.tolist()} tokens per row, but the cache has "
                 f"{stored.tolist()}"
             )
     valid = mask[:, -count:]

@@ -103,7 +103,7 @@ def read_description(folder: Path | str) -> dict[str, Any]:
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{path} is no adapter: {type(error).__name__}: {error}") from None
+        raise ModelError(f"{path} is not an adapter: {type(error).__name__}: {error}") from None
     return values
 
 
@@ -200,7 +200,7 @@ def _check_base(model: PreTrainedModel, base: BaseIdentity, folder: Path, check:
     if check and (found := BaseIdentity.of(model).checksum) != base.checksum:
         raise ModelError(
             f"the adapter in {folder} belongs to {expected}, and the weights of this model are "
-            f"others (checksum {found[:12]}, not {base.checksum[:12]})"
+            f"different (checksum {found[:12]}, not {base.checksum[:12]})"
         )
 
 
@@ -220,4 +220,4 @@ def _read_weights(folder: Path, checksum: str) -> dict[str, torch.Tensor]:
     try:
         return load(content)
     except SafetensorError as error:
-        raise ModelError(f"{path} is no safetensors file: {error}") from None
+        raise ModelError(f"{path} is not a safetensors file: {error}") from None

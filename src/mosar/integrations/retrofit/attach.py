@@ -42,7 +42,7 @@ FAMILIES = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text"),
     *("phi3", "olmo2", "gpt_neox"),
 )
-"""Model types whose attention is held to the base model's by tests; others of this shape may do."""
+"""Model types that tests compare with the base model; others with this structure may work."""
 
 
 def default_config(model: PreTrainedModel, **changes: Any) -> MoSARConfig:
@@ -315,7 +315,7 @@ def _attention_modules(model: PreTrainedModel) -> list[nn.Module]:
     if why is not None:
         family = getattr(model.config, "model_type", type(model).__name__)
         raise ModelError(
-            f"cannot retrofit a model of type {family!r}: {why}; families held to tests: "
+            f"cannot retrofit a model of type {family!r}: {why}; tested families: "
             f"{', '.join(FAMILIES)}"
         )
     return found

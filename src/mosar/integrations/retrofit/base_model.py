@@ -50,7 +50,7 @@ def weights_checksum(model: PreTrainedModel) -> str:
     for name, parameter in sorted(model.named_parameters()):
         if parameter.is_meta:
             raise ModelError(
-                f"cannot tell the base model by its weights: {name} is not in memory; load the "
+                f"cannot identify the base model by its weights: {name} is not in memory; load the "
                 "model without offloading, or load the adapter with check=False"
             )
         digest.update(f"{name} {list(parameter.shape)}\n".encode())
@@ -121,7 +121,7 @@ def load_base(
     except Exception as error:
         if "trust_remote_code" in str(error):
             raise ModelError(
-                f"cannot load {source}: it needs code of its own, which mosar never runs; give a "
+                f"cannot load {source}: it needs its own code, which mosar never runs; give a "
                 "model whose code is in transformers"
             ) from None
         found = "" if path.exists() else "there is no such file or folder here; from the hub: "

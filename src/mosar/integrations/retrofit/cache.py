@@ -59,8 +59,8 @@ def adopt_cache(cache: Cache, layers: list[AttentionLayer]) -> None:
         )
     elif getattr(cache, "is_compileable", False) or getattr(cache, "offloading", False):
         raise ModelError(
-            f"{type(cache).__name__} is of fixed size or offloaded, a regime cache grows where it "
-            "is; use the default cache"
+            f"{type(cache).__name__} has a fixed size or is offloaded, which a regime cache does "
+            "not support; use the default cache"
         )
     cache.layers = [RegimeCacheLayer(layer) for layer in layers]  # pyright: ignore
     cache.layer_class_to_replicate = None

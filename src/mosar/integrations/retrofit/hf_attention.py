@@ -72,7 +72,7 @@ def routed_mask(
         if use_vmap or bool(torch.any(mask_function(rows, 0, earlier, later))):
             raise ModelError(
                 "the model asks for an attention mask that is not causal; only causal masks, with "
-                "or without a window, have a routed form"
+                "or without a window, can be routed"
             )
         starts = ~mask_function(rows, 0, later, earlier).expand(batch_size, -1)
         if bool(starts.any()):
@@ -101,13 +101,15 @@ def routed_attention(
         )
     if not layer.waiting:
         raise ModelError(
-            f"{type(module).__name__} calls attention twice in one pass, which has no routed form; "
-            "this model cannot be retrofitted"
+            f"{type(module).__name__} calls attention twice in one pass, which routing does "
+            "not support; this model cannot be retrofitted"
         )
     layer.waiting = False
     for name in _FOREIGN:
         if others.get(name) is not None:
-            raise ModelError(f"{type(module).__name__} passes {name}, which has no routed form")
+            raise ModelError(
+                f"{type(module).__name__} passes {name}, which routing does not support"
+            )
     mask = _read_mask(attention_mask, sliding_window, layer.routing)
     layer.window = mask.window
     valid = None if mask.valid is None else mask.valid[:, -key.shape[2] :].bool()
@@ -116,8 +118,8 @@ def routed_attention(
     if cache is not None:
         if mask.segments is not None:
             raise ModelError(
-                f"{type(module).__name__} attends in chunks, which a regime cache has no form of; "
-                "pass use_cache=False"
+                f"{type(module).__name__} attends in chunks, which a regime cache does not "
+                "support; pass use_cache=False"
             )
         # The new tokens alone; the cache has the others, with their regimes.
         state = cache.state

@@ -53,4 +53,4 @@ def consolidate(run: Path, out: Path, step: int | None = None) -> int:
 
 
 def _refuse(out: Path) -> None:
-    raise TrainingError(f"{out} is there already; give another --out")
+    raise TrainingError(f"{out} already exists; give another --out")

@@ -62,7 +62,7 @@ def check_mesh(config: RunConfig, processes: int) -> Mesh:
     if processes > 1 and ":" in config.train.device:
         kind = config.train.device.partition(":")[0]
         raise TrainingError(
-            f"train.device is {config.train.device}, but each process takes a device of its own: "
+            f"train.device is {config.train.device}, but each process uses its own device: "
             f"set train.device={kind}"
         )
     return mesh
