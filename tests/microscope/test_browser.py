@@ -15,7 +15,7 @@ from report.conftest import browser  # noqa: F401
 
 TEXT = (
     "<script>window.ran = 1</script><img src=x onerror='window.ran=1'> </script>&amp; "
-    "{{ 7 * 7 }} naïve שלום\n\tlast 漢 line\u202e\x00 ends.\n"
+    "{{ 7 * 7 }} naïve שלום سلام\n\tlast 漢 line\u202e\x00 ends.\n"
 )
 
 
@@ -135,6 +135,12 @@ def test_the_address_holds_the_view(tab, seen, tmp_path):
     choose(tab, "layer", 1)
     view = tab.evaluate("location.hash")
     assert view == "#reading?role=0&layer=1&token=60"
+    # A link that is pasted into the open page counts too; one to a section keeps the choice.
+    tab.evaluate("location.hash = '#reading?layer=0&token=20'")
+    tab.wait("document.querySelector('#text .here')?.dataset.i === '20'")
+    check_numbers(tab, seen, 0, 20)
+    tab.evaluate("document.querySelector('nav a[href=\"#map-section\"]').click()")
+    tab.wait("location.hash === '#map-section?role=0&layer=0&token=20'")
     path = tmp_path / "look.html"
     tab.open(path, view)
     tab.wait("document.documentElement.dataset.ready === 'true'")
@@ -168,6 +174,39 @@ def test_text_stays_text(tab, seen):
     text = tab.evaluate("document.getElementById('text').textContent")
     assert text == TEXT.replace("\u202e", "").replace("\x00", "")
     assert torch.tensor(seen.tokens).shape == (len(TEXT.encode()),)
+
+
+def test_averages_over_layers_and_groups(browser, tmp_path):  # noqa: F811
+    seen = mosar.look(make_decoder("mosar-plus"), TEXT, tokenizer=ByteTokenizer(), name="plus")
+    browser.open(seen.save(tmp_path / "plus.html"), "#reading?token=70")
+    browser.wait("document.documentElement.dataset.ready === 'true'")
+    assert seen.labels.shape[:3] == (2, 2, 4)
+    reads = torch.stack([view.reads[:, 70] for view in seen.views]).double()
+    outside = torch.stack([view.outside[:, 70] for view in seen.views])
+    for layer, chosen in (("", slice(None)), ("&layer=1", slice(1, 2))):
+        for group, heads in (("", slice(None)), ("&group=2", slice(2, 3))):
+            browser.evaluate(f"location.hash = '#reading?token=70{layer}{group}'")
+            expected = f"{float(reads[chosen, heads].mean()):.1f}".removesuffix(".0")
+            browser.wait(
+                f"document.querySelector('[data-fact=reads]').textContent === '{expected}'"
+            )
+            facts = shown(browser)["facts"]
+            assert facts["outside"] == percent(float(outside[chosen, heads].mean()))
+    assert browser.errors == []
+
+
+def test_letters_join_and_a_long_line_scrolls(browser, tmp_path):  # noqa: F811
+    text = "سلام " + "word " * 400
+    seen = mosar.look(make_decoder(), text, tokenizer=ByteTokenizer())
+    browser.open(seen.save(tmp_path / "long.html"), f"#reading?token={len(seen.pieces) - 9}")
+    browser.wait("document.documentElement.dataset.ready === 'true'")
+    joined = "[...document.querySelectorAll('#text .joined')].map(e => e.textContent).join('')"
+    assert browser.evaluate(joined) == "لام"
+    browser.wait(
+        "(() => { const box = document.getElementById('text').getBoundingClientRect(), at = "
+        "document.querySelector('#text .here').getBoundingClientRect();"
+        " return box.top <= at.top && at.bottom <= box.bottom })()"
+    )
 
 
 def test_it_fits_a_phone_and_the_dark(tab):

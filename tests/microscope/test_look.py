@@ -15,11 +15,17 @@ from mosar.core.layout import resolve_layout
 from mosar.core.reference_attention import attend_routed
 from mosar.data.tokenizer import ByteTokenizer, train_bpe
 from mosar.errors import ModelError
+from mosar.integrations.hf.export import export_run
 from mosar.microscope import attention
 from mosar.microscope.attention import INSIDE, OUTSIDE, view_layer
 from mosar.microscope.text import read_text, split_pieces
 from mosar.model.cache.regime import RegimeLayerCache
 
+VIEWS = {
+    "nonsense?token=3": "must begin with one of top, reading",
+    "#reading?lyer=2": "got 'lyer'",
+    "savings?token=x": "token must be a whole number, got 'x'",
+}
 TEXT = "Some text, a little of it; and some more, so that there is a way back. " * 2
 
 
@@ -95,7 +101,7 @@ def test_texts_are_read_whole_cut_or_repaired():
     assert (seen.pieces, seen.notes, seen.savings.layer_reads) == (["x"], [], [1.0, 1.0])
     cut = mosar.look(make_decoder(), b"ab \xff" * (1 << 18), tokenizer=tokenizer, max_tokens=40)
     assert len(cut.pieces) == 40
-    assert "no UTF-8" in cut.notes[0] and "first 40 tokens" in cut.notes[1]
+    assert "not valid UTF-8" in cut.notes[0] and "first 40 tokens" in cut.notes[1]
     assert "of 1,048,576 characters" in cut.notes[1]
     with pytest.raises(ValueError, match="the text is empty"):
         mosar.look(make_decoder(), "", tokenizer=tokenizer)
@@ -113,6 +119,9 @@ def test_pieces_are_the_text(trained):
     assert "�" not in "".join(pieces)
     broken = read_text(b"a\xc3(\xe2\x82", tokenizer.encode, tokenizer.decode, most=99)
     assert "".join(broken.pieces) == "a�(�"
+    if not trained:
+        # The sign is three bytes of its own: the last one shows it.
+        assert broken.pieces == ["a", "", "", "�", "(", "", "", "�"]
 
 
 def test_command(run, tmp_path, monkeypatch):  # noqa: F811
@@ -130,8 +139,17 @@ def test_command(run, tmp_path, monkeypatch):  # noqa: F811
     assert "no routers" in refused.stderr
     missing = look(source, "--text", str(tmp_path / "none.txt"))
     assert missing.exit_code == 1 and "none.txt" in missing.stderr
+    exported = export_run(source, tmp_path / "exported")
+    result = look(exported, "--text", "-", stdin="The cat sat on the mat again.")
+    assert result.exit_code == 0, result.output
+    assert "a look into exported" in (tmp_path / "look.html").read_text()
     picture = look(source, "--text", "-", "--picture", str(tmp_path / "look.jpg"), stdin="x")
     assert picture.exit_code == 1 and "--picture must end in .png" in picture.stderr
+    for view, reason in VIEWS.items():
+        wrong = look(source, "--text", "-", "--picture", "look.png", "--view", view, stdin="x")
+        assert wrong.exit_code == 2 and reason in " ".join(wrong.stderr.split()), wrong.stderr
+    alone = look(source, "--text", "-", "--view", "reading", stdin="x")
+    assert alone.exit_code == 2 and "give --picture too" in alone.stderr
     monkeypatch.setenv("PATH", str(tmp_path))
     browser = look(source, "--text", "-", "--picture", str(tmp_path / "look.png"), stdin="x")
     assert browser.exit_code == 1 and "--picture needs Chromium" in browser.stderr

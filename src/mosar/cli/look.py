@@ -24,14 +24,19 @@ from mosar.errors import MosarError
 
 @command("look")
 def look(
+    text: Annotated[str, Option(help="A file with the text; - reads stdin.")],
     model: Annotated[
-        Path,
+        Path | None,
         Argument(
-            help="A folder made by mosar train, mosar export or mosar retrofit.",
+            help="A folder made by mosar train, mosar export or mosar retrofit. With --adapter: "
+            "the path of the base model, if it is not where the adapter expects it.",
             show_default=False,
         ),
-    ],
-    text: Annotated[str, Option(help="A file with the text; - reads stdin.")],
+    ] = None,
+    adapter: Annotated[
+        str | None,
+        Option(help="Trained routers: a folder, or an included adapter like smollm2-135m."),
+    ] = None,
     out: Annotated[Path, Option(help="The page to write.")] = Path("look.html"),
     tokens: Annotated[
         int, Option(min=1, max=1 << 16, help="Read at most this many tokens of the text.")
@@ -41,12 +46,13 @@ def look(
         Option(help="Also take a picture of the page, as PNG; this needs Chromium or Chrome."),
     ] = None,
     view: Annotated[
-        str,
+        str | None,
         Option(
-            help="The view in the picture. Select a token or layer in your browser, and copy what "
-            "follows the # in the page's address. Add alone to hide the other sections.",
+            help="What the picture shows: the page's address after the #, for example "
+            "'reading?alone&token=30&layer=0'. Your browser shows it when you choose a token or a "
+            "layer. The word alone hides the other sections. By default reading?alone.",
         ),
-    ] = "reading?alone",
+    ] = None,
     step: Step = None,
     data: MovedData = None,
     threads: Threads = None,
@@ -59,12 +65,18 @@ def look(
     tokens.
 
     Example: mosar look runs/mosar --text article.txt --out look.html
-    """
-    check_model(model)
-    check_folder_of(out, picture)
-    if picture is not None:
-        from mosar.microscope.picture import require_browser
 
+    Example: mosar look --adapter smollm2-135m --text article.txt
+    """
+    if model is not None and adapter is None:
+        check_model(model)
+    check_folder_of(out, picture)
+    if view is not None and picture is None:
+        raise ValueError("--view says what --picture shows; give --picture too")
+    if picture is not None:
+        from mosar.microscope.picture import checked_view, require_browser
+
+        view = checked_view(view or "reading?alone")
         if picture.suffix.lower() != ".png":
             raise MosarError(f"--picture must end in .png, got {str(picture)!r}")
         require_browser()
@@ -74,16 +86,16 @@ def look(
     from mosar.microscope.look import look as look_at
 
     use_threads(threads)
-    source = open_source(model, step=step, data=data)
-    layers = len(source.reader.label_logs)
-    with length_progress(f"{model.name}: layers", layers, enabled=progress) as advance:
-        seen = look_at(source, content, name=model.name, max_tokens=tokens, advance=advance)
+    source = open_source(model, adapter=adapter, step=step, data=data)
+    layers, name = len(source.reader.label_logs), Path(adapter or model or "").name
+    with length_progress(f"{name}: layers", layers, enabled=progress) as advance:
+        seen = look_at(source, content, name=name, max_tokens=tokens, advance=advance)
     for note in seen.notes:
         say(note)
     page = seen.to_html()
     write_file(out, page.encode())
     print(f"The page: {out}")
-    if picture is not None:
+    if picture is not None and view is not None:
         from mosar.microscope.picture import take_picture
 
         write_file(picture, take_picture(page, view))

@@ -39,7 +39,9 @@
   const number = (value) => (value < 100 ? fine : whole).format(value);
 
   // What has no shape of its own, or would change that of its neighbours, is shown by a sign.
-  const HIDDEN = /[\u0000-\u001f\u007f-\u009f\u00ad\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]/u;
+  const HIDDEN = /[\u0000-\u001f\u007f-\u00a0\u00ad\u061c\u180e\u2000-\u200f\u2028-\u202f\u205f-\u206f\u3000\ufeff\u{e0000}-\u{e007f}]/u;
+  // These change the character before them; a token of nothing else would have no width.
+  const SELECTORS = /^[\u180b-\u180f\ufe00-\ufe0f\u{e0100}-\u{e01ef}]+$/u;
   function sign(c) {
     const code = c.codePointAt(0);
     if (c === "\n") return "↵";
@@ -47,13 +49,14 @@
     if (code < 0x20) return String.fromCodePoint(0x2400 + code);
     return `⟨U+${code.toString(16).toUpperCase().padStart(4, "0")}⟩`;
   }
-  const readable = (piece) => [...piece].map((c) => (c === " " ? "␣" : HIDDEN.test(c) ? sign(c) : c)).join("") || "▯";
+  const isHidden = (c, piece) => HIDDEN.test(c) || SELECTORS.test(piece);
+  const readable = (piece) => [...piece].map((c) => (c === " " ? "␣" : isHidden(c, piece) ? sign(c) : c)).join("") || "▯";
   function fill(span, piece) {
     if (!piece) { span.className = "part"; return; }
     let plain = "";
     const flush = () => { if (plain) span.append(plain); plain = ""; };
     for (const c of piece) {
-      if (!HIDDEN.test(c)) { plain += c; continue; }
+      if (!isHidden(c, piece)) { plain += c; continue; }
       flush();
       span.append(element("s", sign(c)));
       if (c === "\n" || c === "\t") plain += c;
@@ -66,6 +69,17 @@
     fill(span, piece);
     return span;
   });
+  // Letters of such scripts join their neighbours, also those of the next token; page.css adds the joiner.
+  const JOINS = /^[\p{Script=Arabic}\p{Script=Syriac}\p{Script=Nko}\p{Script=Mongolian}]$/u;
+  let before = -1;
+  for (const [i, piece] of pieces.entries()) {
+    if (!piece) continue;
+    if (before >= 0 && JOINS.test([...pieces[before]].at(-1)) && JOINS.test([...piece][0])) {
+      spans[before].classList.add("joins");
+      spans[i].classList.add("joined");
+    }
+    before = i;
+  }
   // Blocks end with lines: the browser lays out and paints only those in view.
   const blocks = [];
   for (const [i, span] of spans.entries()) {
@@ -89,13 +103,14 @@
     paint(made, place);
     return made;
   }
-  $("legend").append(...regimes.map((regime, m) => {
+  for (const id of ["legend", "map-legend"]) $(id).append(...regimes.map((regime, m) => {
     const key = element("span", undefined, "key");
     paint(key, m);
     const name = regime.name === String(regime.reach) ? "" : `${regime.name}: `;
     key.append(element("i"), m === regimes.length - 1 ? `${name}all, among themselves` : `${name}reach ${number(regime.reach)}`);
     return key;
   }));
+  $("map-layers").append(...Array.from({ length: L }, (_, l) => element("li", `layer ${l}`)));
 
   const option = (value, name) => { const made = element("option", name); made.value = value; return made; };
   for (const [id, count] of [["layer", L], ["group", G]]) {
@@ -183,7 +198,7 @@
   function describe() {
     const i = state.token, panel = $("token");
     if (i < 0) {
-      panel.replaceChildren(element("h3", "No token chosen"), element("p", "Click a token in the text or in the map, or press an arrow key in either."));
+      panel.replaceChildren(element("h3", "No token chosen"), element("p", "Click a token in the text or in the map. The arrow keys move to the next one."));
       return;
     }
     const where = `${state.layer < 0 ? "all layers" : `layer ${state.layer}`}${G === 1 ? "" : state.group < 0 ? ", all groups" : `, group ${state.group}`}`;
@@ -211,7 +226,7 @@
     panel.replaceChildren(
       element("h3", readable(pieces[i])), element("p", `position ${i}, token ${data.tokens[i]}; ${where}`, "muted"), facts,
       element("h4", "It attends most to"), entryList(0, i),
-      element("h4", "Outside of its support, and dropped"), entryList(1, i),
+      element("h4", "Largest shares outside of its support"), entryList(1, i),
       element("h4", "Its choices in each layer"), table,
     );
   }
@@ -283,9 +298,15 @@
     mark(); describe(); drawCross(); remember();
     $("layer").value = state.layer;
     $("group").value = state.group;
-    if (i < 0) return;
-    const box = text.getBoundingClientRect(), at = spans[i].getBoundingClientRect();
-    if (at.top < box.top || at.bottom > box.bottom) text.scrollTop += at.top - box.top - box.height / 2;
+    reveal(3);
+  }
+  /** Scrolls to the token. A block gets its true height when it comes into view, so this is tried again. */
+  function reveal(tries) {
+    if (state.token < 0 || !tries) return;
+    const box = text.getBoundingClientRect(), at = spans[state.token].getBoundingClientRect();
+    if (at.top >= box.top && at.bottom <= box.bottom) return;
+    text.scrollTop += at.top - box.top - box.height / 2;
+    requestAnimationFrame(() => reveal(tries - 1));
   }
   text.addEventListener("click", (event) => {
     const span = event.target.closest("[data-i]");
@@ -367,7 +388,7 @@
     const x = (place) => left + ((place - 1) / (last - 1)) * (width - left - 12), y = (value) => height - bottom - (value / top) * (height - bottom - 12);
     const path = (ys) => "M" + places.map((place, k) => `${x(place).toFixed(1)} ${y(ys[k]).toFixed(1)}`).join("L");
     const drawn = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${id}: ${number(values.at(-1))} of ${number(places.at(-1))} at the end` });
-    for (const part of [0, 0.5, 1]) {
+    for (const part of T > 2 ? [0, 0.5, 1] : [0, 1]) {
       drawn.append(svg("path", { d: `M${left} ${y(part * top)}H${width - 12}`, class: "dense", "stroke-opacity": 0.4 }));
       drawn.append(svg("text", { x: left - 6, y: y(part * top) + 4, "text-anchor": "end" }, number(Math.round(part * top))));
       drawn.append(svg("text", { x: x(1 + part * (last - 1)), y: height - 8, "text-anchor": part === 1 ? "end" : "middle" }, number(Math.round(1 + part * (last - 1)))));
@@ -393,24 +414,29 @@
 
   // The address holds the view: #reading?token=326&layer=0 opens the page at that section and token. With `alone` it
   // shows no other section.
+  const sections = [...document.querySelectorAll("main > section")];
+  let section = "", alone = false;
   function restore() {
-    const [section, asked] = location.hash.slice(1).split("?"), given = new URLSearchParams(asked);
-    for (const [name, count] of Object.entries(counts)) {
-      const value = Number(given.get(name) ?? NaN);
-      if (Number.isInteger(value) && value >= 0 && value < count) state[name] = value;
+    const [name, asked] = location.hash.slice(1).split("?"), given = new URLSearchParams(asked), shown = sections.find((part) => part.id === name);
+    section = shown ? name : "";
+    alone = Boolean(shown) && given.has("alone");
+    for (const part of sections) part.hidden = alone && part !== shown;
+    // A link to a section alone keeps what is chosen.
+    if (asked !== undefined) for (const [key, count] of Object.entries(counts)) {
+      const text = given.get(key) ?? "", value = Number(text);
+      state[key] = /^\d+$/.test(text) && value < count ? value : key === "role" ? 0 : -1;
     }
-    const sections = [...document.querySelectorAll("main > section")], shown = sections.find((part) => part.id === section);
-    if (shown && given.has("alone")) for (const part of sections) part.hidden = part !== shown;
     draw();
+    if (shown) shown.scrollIntoView({ behavior: "instant" });
     choose(state.token);
-    if (shown && asked) shown.scrollIntoView({ behavior: "instant" });
   }
   function remember() {
     if (!document.documentElement.dataset.ready) return;
     const view = new URLSearchParams(Object.entries(state).filter(([, value]) => value >= 0));
     // A page inside of another one, as in a notebook, has no address of its own.
-    try { history.replaceState(null, "", `#reading?${view}`); } catch { /* the view is not remembered */ }
+    try { history.replaceState(null, "", `#${section || "reading"}?${alone ? "alone&" : ""}${view}`); } catch { /* the view is not remembered */ }
   }
+  addEventListener("hashchange", restore);
   restore();
   document.documentElement.dataset.ready = "true";
 })();

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from mosar.core.hard_domain import class_reach
 from mosar.microscope.attention import INSIDE, OUTSIDE, Largest
+from mosar.microscope.summary import fewest_occurrences
 from mosar.report.assets import content_policy, read_asset
 from mosar.report.palette import regime_looks
 
@@ -49,6 +50,7 @@ def render_look(look: Look) -> str:
     return template.render(
         look=look,
         tiles=_tiles(look),
+        least=fewest_occurrences(len(look.tokens)),
         data=page_data(look),
         style=style,
         script=script,
@@ -141,9 +143,9 @@ def _tiles(look: Look) -> list[tuple[str, str, str]]:
     if look.hard:
         lies, remark = "would lie", "if pairs there kept the floor of their gates"
     return [
-        (f"{length:,}", "tokens", choices),
+        (f"{length:,}", "token" if length == 1 else "tokens", choices),
         (percent(reads), "of the pairs are read", "the support over all causal pairs"),
-        (percent(alive), "of the dense cache is kept", f"keys in reach at the end{copies}"),
+        (percent(alive), "of the dense cache is stored", f"keys in reach at the end{copies}"),
         (percent(outside), f"of the attention {lies} outside", remark),
     ]
 

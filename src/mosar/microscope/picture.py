@@ -7,10 +7,14 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
+from urllib.parse import parse_qsl
 
 from mosar.errors import MosarError
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+# Of page.html and page.js.
+SECTIONS = ("top", "reading", "map-section", "global", "savings")
+_KEYS = ("alone", "role", "layer", "group", "token")
 _SIZE = "1280,800"
 # The page unpacks its numbers before it draws; this is the page's own clock, in milliseconds.
 _TIME_TO_DRAW = 10_000
@@ -33,6 +37,20 @@ def require_browser() -> str:
     return path
 
 
+def checked_view(view: str) -> str:
+    """`view` without its #; a ValueError says what page.js would not understand."""
+    view = view.removeprefix("#")
+    section, _, asked = view.partition("?")
+    if section not in SECTIONS:
+        raise ValueError(f"--view must begin with one of {', '.join(SECTIONS)}, got {view!r}")
+    for key, value in parse_qsl(asked, keep_blank_values=True):
+        if key not in _KEYS:
+            raise ValueError(f"--view knows {', '.join(_KEYS)} after the ?, got {key!r}")
+        if key != "alone" and not value.isdecimal():
+            raise ValueError(f"--view: {key} must be a whole number, got {value!r}")
+    return view
+
+
 def take_picture(html: str, view: str) -> bytes:
     """A PNG of the page `html` at `view`, the part of its address after the #."""
     browser = require_browser()
@@ -46,7 +64,7 @@ def take_picture(html: str, view: str) -> bytes:
             *("--no-first-run", "--hide-scrollbars", "--force-color-profile=srgb"),
             *(f"--user-data-dir={folder}/profile", f"--window-size={_SIZE}"),
             *(f"--virtual-time-budget={_TIME_TO_DRAW}", f"--screenshot={picture}"),
-            f"{page.as_uri()}#{view}",
+            f"{page.as_uri()}#{checked_view(view)}",
         ]
         try:
             ended = subprocess.run(

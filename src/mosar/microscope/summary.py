@@ -69,13 +69,17 @@ def rank_choosers(labels: Tensor, pieces: Sequence[str], config: MoSARConfig) ->
         by_piece: dict[str, list[Chooser]] = {}
         for chooser in positions:
             by_piece.setdefault(chooser.piece, []).append(chooser)
-        # In a longer text a piece that occurs once or twice says little.
-        least = 1 if length < 200 else 3
+        least = fewest_occurrences(length)
         means = [_mean(found) for found in by_piece.values() if len(found) >= least]
         rankings[role] = Ranking(
             *_ends([chooser for chooser in means if chooser.piece]), *_ends(positions)
         )
     return rankings
+
+
+def fewest_occurrences(length: int) -> int:
+    """In a longer text, a piece that occurs once or twice says little and is not ranked."""
+    return 1 if length < 200 else 3
 
 
 def _mean(found: list[Chooser]) -> Chooser:

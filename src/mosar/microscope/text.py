@@ -29,12 +29,12 @@ def read_text(
     *,
     most: int,
 ) -> ReadText:
-    """At most the first `most` tokens; bytes that are no UTF-8 are replaced, and notes say so."""
+    """At most the first `most` tokens; invalid UTF-8 is replaced, and notes say so."""
     notes = []
     if isinstance(text, bytes):
         given, text = text, text.decode(errors="replace")
         if text.encode() != given:
-            notes.append(f"Bytes that are no UTF-8 were replaced by {UNFINISHED}.")
+            notes.append(f"Bytes that are not valid UTF-8 were replaced by {UNFINISHED}.")
     tokens = encode(text[: most * _CHARACTERS_PER_TOKEN])[:most]
     if not tokens:
         raise ValueError("the text is empty: there is nothing to look at")
@@ -59,8 +59,12 @@ def split_pieces(tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) 
     for end in range(1, len(tokens) + 1):
         now = decode(tokens[context:end])
         added = now[len(before) :]
-        # The other bytes of a character may follow; where none can, the text itself has this sign.
-        unfinished = added.endswith(UNFINISHED) and end < len(tokens) and end - shown < 4
+        # The other bytes of a character may follow. If the next token only adds to what is here,
+        # the text itself has this sign.
+        unfinished = added.endswith(UNFINISHED) and end < len(tokens)
+        if unfinished:
+            later = decode(tokens[context : end + 1])
+            unfinished = len(later) == len(now) or not later.startswith(now)
         if added and not unfinished:
             context, shown = shown, end
             before = decode(tokens[context:end])

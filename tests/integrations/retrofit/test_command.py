@@ -58,6 +58,15 @@ def retrofitted(base):
     return out, result
 
 
+def test_the_microscope_takes_the_folder_and_the_adapter(base, retrofitted, tmp_path):
+    out, _ = retrofitted
+    for given in ((out,), (base / "model", "--adapter", out)):
+        page = tmp_path / "look.html"
+        result = run("look", *given, "--text", base / "text.txt", "--tokens", "40", "--out", page)
+        assert result.exit_code == 0, result.output
+        assert "a look into out" in page.read_text()
+
+
 def test_low_rank_changes_are_trained_and_go_along_to_another_density(base, tmp_path):
     arguments = ("retrofit", base / "model", "--data", base / "text.txt", "--no-evaluate")
     arguments += ("--length", "96", "--config", base / "geometry.json", "--no-progress")
