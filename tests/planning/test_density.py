@@ -107,7 +107,7 @@ def test_other_regimes_are_refused():
     )
     curve = packaged_curves()["paper/mosar"]
     for ask in (curve.density, curve.kept_keys, curve.last_keys):
-        with pytest.raises(PlanError, match="curves are of 3 regimes, the model has 2"):
+        with pytest.raises(PlanError, match="curve has 3 regimes, but the model has 2"):
             ask(two, 100)
 
 
