@@ -218,7 +218,7 @@ def test_another_experiment_or_a_damaged_record_in_the_folder(small, tmp_path):
             run(small("rope", **{name: value}), tmp_path / "e")
     path = tmp_path / "e" / "records" / "rope-seed0.jsonl"
     path.write_bytes(path.read_bytes()[:-40])
-    with pytest.raises(TrainingError, match=r"rope-seed0.jsonl, line 3: .*remove the file"):
+    with pytest.raises(TrainingError, match=r"rope-seed0.jsonl, line 3: .*or remove it"):
         run(small("rope"), tmp_path / "e")
 
 

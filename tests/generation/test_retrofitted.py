@@ -77,7 +77,7 @@ def test_an_adapter_and_its_base_model_side_by_side(adapter, monkeypatch):
     assert named.exit_code == 0, named.output
     for arguments, message in (
         ((), "name a model's folder, or a ready adapter"),
-        (("--adapter", adapter, "--step", 3), "--step is for run folders"),
+        (("--adapter", adapter, "--step", 3), "--step is only for run folders"),
     ):
         wrong = generate(*arguments, "--prompt", "x")
         assert wrong.exit_code == 2 and message in " ".join(wrong.stderr.split())

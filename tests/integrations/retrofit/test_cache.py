@@ -112,6 +112,6 @@ def test_foreign_caches_are_refused():
         with pytest.raises(ModelError, match="keeps regimes"):
             model(input_ids=tokens(1, 1), past_key_values=fresh)
         attached.set_routing("sparse")
-        with pytest.raises(ModelError, match="StaticCache is of fixed size"):
+        with pytest.raises(ModelError, match="StaticCache has a fixed size"):
             static = StaticCache(config=model.config, max_cache_len=16)
             model(input_ids=tokens(1, 4), past_key_values=static)
