@@ -10,7 +10,7 @@ import mosar
 from microscope.models import make_decoder
 from mosar.data.tokenizer import ByteTokenizer
 from mosar.microscope.page import percent
-from mosar.microscope.picture import take_picture
+from mosar.microscope.picture import SECTIONS, take_picture
 from report.conftest import browser  # noqa: F401
 
 TEXT = (
@@ -153,7 +153,7 @@ def test_the_address_holds_the_view(tab, seen, tmp_path):
     assert tab.evaluate(f"{sections}.map(e => e.id)") == ["map-section"]
     tab.open(path)
     tab.wait("document.documentElement.dataset.ready === 'true'")
-    assert tab.evaluate(f"{sections}.length") == 5
+    assert tuple(tab.evaluate(f"{sections}.map(e => e.id)")) == SECTIONS
 
 
 def test_a_picture_shows_the_view(browser, seen):  # noqa: F811

@@ -5,14 +5,13 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer import Argument, Option
+from typer import Option
 
 from mosar.cli.app import command, discard_output
-from mosar.cli.options import MovedData, Step, Threads, check_model, use_threads
+from mosar.cli.options import Adapter, Model, MovedData, Step, Threads, check_model, use_threads
 from mosar.errors import MosarError
 
 # Tokens of a prompt where nobody gives one: enough for attention to take a share of the time.
@@ -25,14 +24,7 @@ if TYPE_CHECKING:
 
 @command("generate")
 def generate(
-    model: Annotated[
-        Path | None,
-        Argument(
-            help="A folder made by mosar train, mosar export or mosar retrofit. With --adapter: "
-            "the path of the base model, if it is not where the adapter expects it.",
-            show_default=False,
-        ),
-    ] = None,
+    model: Model = None,
     prompt: Annotated[
         str | None,
         Option(
@@ -40,10 +32,7 @@ def generate(
             "needed with --compare."
         ),
     ] = None,
-    adapter: Annotated[
-        str | None,
-        Option(help="Trained routers: a folder, or an included adapter like smollm2-135m."),
-    ] = None,
+    adapter: Adapter = None,
     max_new_tokens: Annotated[int, Option(min=1, help="Write at most this many tokens.")] = 200,
     temperature: Annotated[
         float, Option(min=0.0, help="With 0, always take the most probable token.")
@@ -88,8 +77,7 @@ def generate(
 
     Example: mosar generate exported --prompt - --temperature 0 --max-new-tokens 50 < prompt.txt
     """
-    if model is not None and adapter is None:
-        check_model(model)
+    check_model(model, adapter)
     from mosar.generation.source import open_source
     from mosar.model.generation import Sampling
 

@@ -6,10 +6,12 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-from typer import Argument, Option
+from typer import Option
 
 from mosar.cli.app import command
 from mosar.cli.options import (
+    Adapter,
+    Model,
     MovedData,
     Progress,
     Step,
@@ -25,18 +27,8 @@ from mosar.errors import MosarError
 @command("look")
 def look(
     text: Annotated[str, Option(help="A file with the text; - reads stdin.")],
-    model: Annotated[
-        Path | None,
-        Argument(
-            help="A folder made by mosar train, mosar export or mosar retrofit. With --adapter: "
-            "the path of the base model, if it is not where the adapter expects it.",
-            show_default=False,
-        ),
-    ] = None,
-    adapter: Annotated[
-        str | None,
-        Option(help="Trained routers: a folder, or an included adapter like smollm2-135m."),
-    ] = None,
+    model: Model = None,
+    adapter: Adapter = None,
     out: Annotated[Path, Option(help="The page to write.")] = Path("look.html"),
     tokens: Annotated[
         int, Option(min=1, max=1 << 16, help="Read at most this many tokens of the text.")
@@ -68,8 +60,7 @@ def look(
 
     Example: mosar look --adapter smollm2-135m --text article.txt
     """
-    if model is not None and adapter is None:
-        check_model(model)
+    check_model(model, adapter)
     check_folder_of(out, picture)
     if view is not None and picture is None:
         raise ValueError("--view says what --picture shows; give --picture too")

@@ -26,6 +26,17 @@ _FIGURE_SUFFIXES = (".png", ".svg", ".pdf")
 VARIANTS = ", ".join(_LISTED.findall(_SOURCE.read_text()))
 
 Run = Annotated[Path, Argument(help="A run folder made by mosar train.", show_default=False)]
+Model = Annotated[
+    Path | None,
+    Argument(
+        help="A folder made by mosar train, mosar export or mosar retrofit. With --adapter: the "
+        "path of the base model, if it is not where the adapter expects it.",
+        show_default=False,
+    ),
+]
+Adapter = Annotated[
+    str | None, Option(help="Trained routers: a folder, or an included adapter like smollm2-135m.")
+]
 NewFolder = Annotated[Path, Option("--out", help="Folder to create.")]
 Step = Annotated[
     int | None, Option(min=0, help="Use the checkpoint of this step; by default the newest.")
@@ -79,9 +90,10 @@ def check_run(run: Path) -> None:
     check_folder(run, "run folder", "mosar train")
 
 
-def check_model(folder: Path) -> None:
-    """A run, an exported model or a retrofit."""
-    check_folder(folder, "folder", "mosar train or export")
+def check_model(folder: Path | None, adapter: str | None) -> None:
+    """A run, an exported model or a retrofit; a base model may be a name, and is not checked."""
+    if folder is not None and adapter is None:
+        check_folder(folder, "folder", "mosar train or export")
 
 
 def check_names(variant: str | None, preset: str | None) -> None:
