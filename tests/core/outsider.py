@@ -52,13 +52,16 @@ def gate(
     barrier: float = 6.0,
     exponent: float = 2.0,
     composition: str = "mean",
+    floor: float = 1.0,
 ) -> float:
     """Gate of a query of regime m on a key of regime n at distance d."""
     if both_global(m, n, regimes):
         return 1.0
-    _, plateau, transition = pair_table(m, n, regimes=regimes, composition=composition)
+    reach, plateau, transition = pair_table(m, n, regimes=regimes, composition=composition)
     if d <= plateau:
         return 1.0
+    if d > reach:
+        return floor * math.exp(-barrier)
     if transition == 0.0 or d >= plateau + transition:
         return math.exp(-barrier)
     return math.exp(-barrier * ((d - plateau) / transition) ** exponent)
@@ -215,6 +218,7 @@ def attention(
     regimes: Regimes,
     barrier: float = 6.0,
     exponent: float = 2.0,
+    floor: float = 1.0,
     epsilon: float = 1e-6,
     composition: str = "mean",
     num_sinks: int = 0,
@@ -258,6 +262,7 @@ def attention(
                         barrier=barrier,
                         exponent=exponent,
                         composition=composition,
+                        floor=floor,
                     )
                     for n in range(len(regimes))
                 ]
@@ -282,9 +287,8 @@ def attention(
         if routing == "soft":
             return math.log(max(worth(d, weights_q, weights_k), epsilon))
         m, n = _label(weights_q), _label(weights_k)
-        if routing == "sparse" and not _admissible(
-            d, m, n, False, regimes=regimes, composition=composition
-        ):
+        ends = routing == "sparse" or floor == 0
+        if ends and not _admissible(d, m, n, False, regimes=regimes, composition=composition):
             return None
         return math.log(max(gates(d)[m][n], epsilon))
 

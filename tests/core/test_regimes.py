@@ -58,7 +58,7 @@ def test_pair_table_agrees_with_the_outsider(config):
 @given(configs())
 def test_gate_agrees_with_the_outsider(config):
     law = {key: geometry(config)[key] for key in ("regimes", "composition")}
-    law |= {"barrier": config.barrier, "exponent": config.exponent}
+    law |= {name: getattr(config, name) for name in ("barrier", "exponent", "floor")}
     distances = distance_grid(config, num=41)
     gate = RegimeKernel(config)(distances)
     regimes = range(config.num_regimes)

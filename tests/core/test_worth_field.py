@@ -21,9 +21,12 @@ def test_worth_lies_between_the_floor_and_one(case):
     layout = resolve_layout(case.batch, case.num_queries, case.num_keys, **case.placement)
     distances = layout.distances() if case.pi_q.dim() == 3 else layout.distances()[:, None]
     field = WorthField(case.config)(case.pi_q, case.pi_k, distances)
-    assert field.worth.min() >= math.exp(-case.config.barrier) * (1 - 1e-12)
+    config = case.config
+    assert field.worth.min() >= config.floor * math.exp(-config.barrier) * (1 - 1e-12)
     assert field.worth.max() <= 1 + 1e-12
-    assert torch.equal(field.bias, field.worth.log())
+    assert torch.equal(field.bias, field.worth.clamp_min(config.epsilon).log())
+    if config.floor == 1:
+        assert torch.equal(field.bias, field.worth.log())
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from mosar.core.hard_domain import build_hard_domain
 from mosar.core.layout import resolve_layout
 from mosar.core.losses import expected_density, expected_discarded_mass, normalized_reach_cost
 from mosar.core.reference_attention import attend_routed
-from mosar.core.regimes import support_reach
+from mosar.core.regimes import RegimeKernel, support_reach
 from mosar.evaluation.loaded_run import LoadedRun
 from mosar.geometries import AttentionConfig, HeadShape, MoSAR
 from mosar.model.decoder import Decoder
@@ -210,6 +210,8 @@ def test_windows_begin_at_a_position_that_follows_from_the_step(segments):
         ("ladder", "false", "ladder must be true or false, got 'false'"),
         ("position_range", 1e18, "position_range"),
         ("per_head", {"per_head": True, "routing_groups": 2}, "routing_groups must stay 1"),
+        ("floor", -0.1, "floor must be"),
+        ("floor_until", {"floor_from": 0.5, "floor_until": 0.4}, "floor_until must be"),
     ],
 )
 def test_wrong_settings_are_named(setting, value, what):
@@ -226,6 +228,7 @@ def test_settings_of_older_runs_mean_what_they_meant():
         "attention": (
             *("cost_of", "hard_from", "router_queries", "start_regimes", "start_logit"),
             *("ladder", "per_head", "mass_weight", "position_range"),
+            *("floor", "floor_from", "floor_until"),
         ),
     }.items():
         for name in added:
@@ -287,6 +290,76 @@ def test_a_checkpoint_of_before_the_switch_is_exported_as_the_soft_model_it_is(h
         expected = decoder.logits(decoder(tokens, routing="soft").hidden)
         logits = MosarForCausalLM.from_decoder(decoder)(input_ids=tokens).logits
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
+
+
+FLOOR = (
+    "attention.hard_from=null",
+    "attention.barrier=3",
+    "attention.floor=0",
+    "attention.floor_from=0.25",
+    "attention.floor_until=0.75",
+)
+
+
+@pytest.fixture(scope="module")
+def floor_run(tmp_path_factory):
+    out = tmp_path_factory.mktemp("floor") / "run"
+    train(hard_config(*FLOOR), out, progress=False)
+    return out
+
+
+def test_the_floor_falls_with_the_steps_and_the_slope_stays(floor_run):
+    decoder = LoadedRun.open(floor_run).decoder
+    geometry = decoder.geometries[0]
+    floors = []
+    for step in range(9):
+        decoder.begin_step(step, 8)
+        floors.append(geometry.config.floor)
+        assert (geometry.executed("top1") == "sparse") is (floors[-1] == 0)
+        assert geometry.executed("soft") == "soft"
+    assert floors == [1, 1, 1, 0.75, 0.5, 0.25, 0, 0, 0]
+    inside, outside = torch.arange(64), torch.tensor([10**6])
+    decoder.begin_step(0, 8)
+    first = RegimeKernel(geometry.config)
+    decoder.begin_step(4, 8)
+    half = RegimeKernel(geometry.config)
+    within = inside[:, None, None] <= support_reach(geometry.config)
+    assert torch.equal(first(inside)[within], half(inside)[within])
+    local = ~torch.isinf(support_reach(geometry.config))
+    torch.testing.assert_close(first(outside)[0][local] / 2, half(outside)[0][local])
+
+
+def test_a_run_with_a_falling_floor_resumes_bit_for_bit(floor_run, tmp_path):
+    out = tmp_path / "run"
+    shutil.copytree(floor_run, out)
+    shutil.rmtree(out / "checkpoints" / "step-00000008")
+    assert train(hard_config(*FLOOR), out, progress=False).resumed_from == 4
+    assert LoadedRun.open(floor_run, 8).checksum == LoadedRun.open(out, 8).checksum
+
+
+def test_without_a_floor_top1_is_sparse_and_soft_is_not(floor_run):
+    tokens = torch.randint(0, 20, (2, 48), generator=torch.Generator().manual_seed(6))
+    for step, same in ((4, False), (8, True)):
+        decoder = LoadedRun.open(floor_run, step).decoder
+        soft, top1, sparse = (decoder(tokens, routing=r).hidden for r in ROUTINGS)
+        assert torch.equal(top1, sparse) is same
+        assert not torch.equal(soft, sparse)
+
+
+@pytest.mark.parametrize("step", [4, 8])
+@pytest.mark.parametrize("routing", ["soft", "top1"])
+def test_caches_and_exports_have_the_floor_of_the_step(floor_run, step, routing):
+    from mosar.integrations.hf import MosarForCausalLM
+
+    decoder = LoadedRun.open(floor_run, step).decoder
+    tokens = torch.randint(0, 20, (2, 48), generator=torch.Generator().manual_seed(7))
+    whole = decoder(tokens, routing=routing).hidden
+    cache = decoder.new_cache(routing)
+    parts = [decoder(part, routing=routing, cache=cache).hidden for part in tokens.split(16, dim=1)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=1e-4, atol=1e-5)
+    model = MosarForCausalLM.from_decoder(decoder, routing=routing)
+    logits = model(input_ids=tokens).logits
+    torch.testing.assert_close(logits, decoder.logits(whole), rtol=1e-4, atol=1e-5)
 
 
 def test_a_compiled_hard_decoder_trains(hard_run):

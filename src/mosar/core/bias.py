@@ -120,4 +120,9 @@ def routed_bias(
         return MixtureBias(query, key, config)
     # argmax takes the first of equal entries. A label is a constant without gradient.
     labels_q, labels_k = (x.detach().argmax(dim=-1) for x in (query, key))
-    return LabelBias(labels_q, labels_k, config, ends_at_reach=routing == "sparse")
+    return LabelBias(labels_q, labels_k, config, ends_at_reach(routing, config))
+
+
+def ends_at_reach(routing: str, config: MoSARConfig) -> bool:
+    """Whether top-1 or sparse routing leaves out the pairs beyond the reach."""
+    return routing == "sparse" or config.floor == 0

@@ -21,6 +21,8 @@ COMPOSITIONS = ("mean", "min", "max")
 
 # Below the smallest normal float32 number, a gate's floor would become 0, and its logarithm -inf.
 _SMALLEST_EPSILON = 1.2e-38
+# Gates with another floor are always in a table, which must fit into memory.
+_LONGEST_WITH_FLOOR = 1 << 24
 
 
 def check_config(config: object) -> None:
@@ -73,6 +75,8 @@ class RegimeSettings:
     """B: the gate's floor is e^-B."""
     exponent: float = 2.0
     """p: how the decay begins after the plateau."""
+    floor: float = 1.0
+    """Beyond the reach the gate is this times e^-B; at 0, top-1 routing is sparse routing."""
     epsilon: float = 1e-6
     """Lower bound inside the logarithm; below e^-B, so that it never changes a valid worth."""
     composition: Composition = "mean"
@@ -89,6 +93,7 @@ class RegimeSettings:
         check_counts(self, {"router_hidden": 1, "routing_groups": 1, "num_sinks": 0})
         for name in ("temperature", "barrier", "exponent", "epsilon"):
             check_number(self, name, above=0)
+        check_number(self, "floor", least=0, most=1)
         if self.epsilon < _SMALLEST_EPSILON:
             raise ValueError(
                 f"epsilon must be at least {_SMALLEST_EPSILON} (the smallest normal float32), "
@@ -121,6 +126,12 @@ class MoSARConfig(RegimeSettings):
         object.__setattr__(self, "regimes", _as_regimes(self.regimes))
         check_counts(self, {"max_length": 1})
         super().__post_init__()
+        longest = max(regime.reach for regime in self.regimes)
+        if self.floor != 1 and longest > _LONGEST_WITH_FLOOR:
+            raise ValueError(
+                f"floor must be 1 where a reach is longer than {_LONGEST_WITH_FLOOR}, "
+                f"got floor={self.floor!r} with a reach of {longest:g}"
+            )
 
     @classmethod
     def scaled(cls, max_length: int, **changes: Any) -> MoSARConfig:
@@ -157,6 +168,12 @@ class MoSARConfig(RegimeSettings):
     def gate(self) -> Gate:
         """How its gates fall."""
         return Gate(self.barrier, self.exponent)
+
+    @property
+    def depth(self) -> float:
+        """-log of the smallest worth that a pair can have."""
+        least = max(self.floor * math.exp(-self.barrier), self.epsilon)
+        return -math.log(least)
 
     @property
     def global_index(self) -> int:

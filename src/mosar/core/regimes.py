@@ -3,6 +3,7 @@
     delta_mn = (delta_m + delta_n)/2      alpha_mn = (alpha_m + alpha_n)/2
     T_mn = alpha_mn delta_mn              L_mn = (1 - alpha_mn) delta_mn
     g_mn(d) = exp(-B clamp((d - T_mn)/L_mn, 0, 1)^p);  a step at T_mn if L_mn = 0;  g_GG = 1
+    beyond the reach, d > delta_mn, times `floor` (1 in the paper)
 
 Shapes: R regimes; tables are [query regime, key regime].
 """
@@ -15,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mosar.core.config import Gate, MoSARConfig, check_config
+from mosar.core.config import MoSARConfig, check_config
 
 
 class PairGeometry(NamedTuple):
@@ -92,14 +93,21 @@ def pair_gates(
 ) -> Tensor:
     """g_mn(d) of distances of any shape, [..., R, R], evaluated in float64 and rounded once."""
     excess = distances[..., None, None]
-    gate = log_gate(excess, pairs.plateau, pairs.transition, config.gate).exp()
+    gate = log_gate(excess, *pairs, config).exp()
     gate[..., -1, -1] = 1.0
     return gate.to(dtype)
 
 
-def log_gate(distances: Tensor, plateau: Tensor, transition: Tensor, gate: Gate) -> Tensor:
-    """log g of all pairs but the global one, in float64; the first three arguments broadcast."""
-    excess = distances.double().clamp_min(0) - plateau
+def log_gate(
+    distances: Tensor, reach: Tensor, plateau: Tensor, transition: Tensor, config: MoSARConfig
+) -> Tensor:
+    """log g of all pairs but the global one, in float64; the first four arguments broadcast."""
+    distances = distances.double().clamp_min(0)
+    excess = distances - plateau
     step = transition == 0
     progress = torch.where(step, (excess > 0).double(), excess / transition.clamp_min(1e-300))
-    return -gate.barrier * progress.clamp(0, 1) ** gate.exponent
+    result = -config.barrier * progress.clamp(0, 1) ** config.exponent
+    if config.floor == 1:
+        return result
+    factor = math.log(config.floor) if config.floor else -math.inf
+    return torch.where(distances > reach, result + factor, result)

@@ -1,6 +1,6 @@
 """The worth field: how much a pair (i, j) counts before its similarity is known.
 
-    W_ij = pi_Q(i)^T G(i - j) pi_K(j) in [e^-B, 1]        bias_ij = log max(W_ij, epsilon)
+    W_ij = pi_Q(i)^T G(i - j) pi_K(j) in [floor e^-B, 1]      bias_ij = log max(W_ij, epsilon)
 
 W is a mixture of gates, not of biases, and is not normalised over keys. All heads of a group share
 it.

@@ -46,6 +46,10 @@ class AttentionConfig(RegimeSettings):
     """The share of the steps after which routing is hard; None: it stays soft, as in the paper."""
     router_queries: int | None = None
     """Hard routing takes the routers' gradient from this many queries of a window; None: all."""
+    floor_from: float = 0.4
+    """The share of the steps after which the floor's factor falls from 1, linearly, to `floor`."""
+    floor_until: float = 0.85
+    """The share of the steps after which the floor's factor is `floor`."""
     start_regimes: tuple[str, ...] = ()
     """The regime that each routing group starts in, in turn; ["each"]: all but the global one;
     []: routing starts uniform."""
@@ -72,6 +76,8 @@ class AttentionConfig(RegimeSettings):
             raise ValueError(f"cost_of must be reach or pairs, got {self.cost_of!r}")
         if self.hard_from is not None:
             check_number(self, "hard_from", least=0.0, most=1.0)
+        check_number(self, "floor_from", least=0.0, most=1.0)
+        check_number(self, "floor_until", least=self.floor_from, most=1.0)
         if self.router_queries is not None:
             check_counts(self, {"router_queries": 1})
         check_number(self, "start_logit", least=0.0)

@@ -242,6 +242,11 @@ class Geometry(nn.Module):
     def begin_step(self, step: int, steps: int) -> None:
         """Is told the next training step, or the step of a checkpoint; for schedules."""
 
+    @property
+    def settings_now(self) -> AttentionConfig:
+        """The settings of the model as it is at this step; a schedule may be on its way."""
+        return self.attention
+
     def executed(self, routing: Routing) -> Routing:
         """The routing that computes what `routing` asks for; soft routing may have become hard."""
         return routing

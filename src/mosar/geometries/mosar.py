@@ -8,6 +8,7 @@ Shapes: B batch, H query heads, K key/value heads, T queries, S keys, D head dim
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ from mosar.geometries.config import EACH, AttentionConfig
 from mosar.geometries.geometry import Attended, HeadShape, LayerRouting, ParameterPart
 from mosar.geometries.rope import Rope
 
+_FLOOR_LEVELS = 64
+
 
 class MoSAR(Rope):
     """Routed regimes over RoPE: two routers read the rotated q and k, the gates follow."""
@@ -36,10 +39,10 @@ class MoSAR(Rope):
     adaptive, decay = True, "learned"
     checked = "its law, and an independent oracle"
     settings = Rope.settings | {
-        *("regimes", "router_hidden", "temperature", "barrier", "exponent", "epsilon"),
+        *("regimes", "router_hidden", "temperature", "barrier", "exponent", "floor", "epsilon"),
         *("composition", "routing_groups", "num_sinks", "cost_weight", "cost_warmup", "cost_of"),
-        *("mass_weight", "hard_from", "router_queries", "start_regimes", "start_logit"),
-        *("ladder", "per_head", "position_range"),
+        *("mass_weight", "hard_from", "router_queries", "floor_from", "floor_until"),
+        *("start_regimes", "start_logit", "ladder", "per_head", "position_range"),
     }
     step: int | None = None
     """The current training step, if any."""
@@ -109,6 +112,22 @@ class MoSAR(Rope):
 
     def begin_step(self, step: int, steps: int) -> None:
         self.step, self.progress = step, step / steps
+        if self.attention.floor != 1:
+            self.config = replace(self.config, floor=self._floor())
+
+    def _floor(self) -> float:
+        """The floor's factor at this step, in few levels: each has tables of its own."""
+        end, first = self.attention.floor, self.attention.floor_from
+        if self.progress >= self.attention.floor_until:
+            return end
+        done = max(0.0, self.progress - first) / (self.attention.floor_until - first)
+        return 1 - round(done * _FLOOR_LEVELS) / _FLOOR_LEVELS * (1 - end)
+
+    @property
+    def settings_now(self) -> AttentionConfig:
+        """A checkpoint of before routing became hard, or the floor fell, is another model."""
+        hard_from = self.attention.hard_from if self.is_hard else None
+        return replace(self.attention, hard_from=hard_from, floor=self.config.floor)
 
     @property
     def is_hard(self) -> bool:
@@ -117,8 +136,12 @@ class MoSAR(Rope):
         return hard_from is not None and self.progress >= hard_from
 
     def executed(self, routing: Routing) -> Routing:
-        """A hard model has no floor beyond the reach, so its three routings are one operator."""
-        return "sparse" if self.is_hard else routing
+        """A hard model has no floor beyond the reach, so its three routings are one operator.
+
+        A soft model whose floor has fallen to 0 has two.
+        """
+        no_floor = routing == "top1" and self.config.floor == 0
+        return "sparse" if self.is_hard or no_floor else routing
 
     def price_basis(
         self, layers: Sequence[LayerRouting], segment_ids: Tensor | None = None

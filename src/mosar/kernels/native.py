@@ -106,6 +106,10 @@ def attend(
     else:
         pi_q, pi_k = bias.query, bias.key
     pi_q, pi_k = routing_with_sinks(pi_q, pi_k, config, layout)
+    gate = config.gate
+    if config.floor != 1:
+        # Gates are in a table, and the barrier only says how small a worth can be.
+        gate = gate._replace(barrier=config.depth)
     return run(
         _dense_plan(layout),
         kind=WORTH,
@@ -114,7 +118,7 @@ def attend(
         pi_k=pi_k,
         table=gates(config) if tabled else None,
         geometry=None if tabled else _geometry(config),
-        gate=config.gate,
+        gate=gate,
         epsilon=epsilon,
     )
 
@@ -378,7 +382,7 @@ def _hard_gates(config: MoSARConfig) -> Tensor:
 @cached_table
 def _log_gates(config: MoSARConfig) -> Tensor:
     """log2 of the gates per (label, class), for exponents other than 2."""
-    return _gates(config).double().log2().float()
+    return _gates(config).double().log2().clamp_min(_NEVER).float()
 
 
 def _padded(rows: Tensor) -> Tensor:

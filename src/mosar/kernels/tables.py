@@ -66,8 +66,11 @@ _LONGEST_TABLE = 1 << 16
 
 
 def has_table(config: MoSARConfig) -> bool:
-    """Whether the gates of a configuration are in a table; if not, each pair computes its own."""
-    return gate_extent(config) <= _LONGEST_TABLE
+    """Whether the gates of a configuration are in a table; if not, each pair computes its own.
+
+    The kernels can compute only gates whose floor is e^-B.
+    """
+    return gate_extent(config) <= _LONGEST_TABLE or config.floor != 1
 
 
 @cached_table

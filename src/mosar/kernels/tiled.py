@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from mosar.core.bias import Bias, DistanceBias, LabelBias, MixtureBias, Scores
 from mosar.core.hard_domain import class_reach
 from mosar.core.layout import Layout
-from mosar.core.regimes import log_gate, pair_geometry
+from mosar.core.regimes import PairGeometry, log_gate, pair_geometry
 from mosar.kernels.plan import Plan, build_plan, dense_plan_input, sparse_plan_input
 from mosar.kernels.tables import gate_table, has_table
 
@@ -75,10 +75,10 @@ def _bias_of_labels(given: LabelBias) -> BiasOfTile:
     def bias(tile: Tile) -> Tensor:
         # Sinks (the class after the regimes) and the global pair have no transition.
         label, columns = tile.label, tile.classes.clamp_max(config.global_index)
-        plateau = geometry.plateau[label].to(columns.device)[columns]
-        transition = geometry.transition[label].to(columns.device)[columns]
+        tables = (table[label].to(columns.device)[columns] for table in geometry)
         flat = boundless[label].to(columns.device)[tile.classes]
-        return log_gate(tile.distances, plateau, transition, config.gate).masked_fill(flat, 0.0)
+        pairs = PairGeometry(*tables)
+        return log_gate(tile.distances, *pairs, config).masked_fill(flat, 0.0)
 
     return bias
 
@@ -95,8 +95,8 @@ def _bias_of_mixture(given: MixtureBias, layout: Layout) -> BiasOfTile:
             return table_RRd[m, n][distances_TS.clamp(0, table_RRd.shape[-1] - 1)]
         if m == n == config.global_index:
             return 1.0
-        plateau, transition = pairs.plateau[m, n], pairs.transition[m, n]
-        return log_gate(distances_TS, plateau, transition, config.gate).exp().to(dtype)
+        pair = PairGeometry(*(table[m, n] for table in pairs))
+        return log_gate(distances_TS, *pair, config).exp().to(dtype)
 
     def bias(tile: Tile) -> Tensor:
         pi_q_BGTR = given.query[tile.batch, tile.groups, tile.queries]

@@ -120,7 +120,7 @@ def _log_gates(config: MoSARConfig, length: int, device: torch.device) -> Tensor
     """log g of each (query regime, key class) at distances 0..length-1, [R, C, length]; sinks 0."""
     pairs = pair_geometry(config)
     distances = torch.arange(length)[:, None, None]
-    gate_RRN = log_gate(distances, pairs.plateau, pairs.transition, config.gate).permute(1, 2, 0)
+    gate_RRN = log_gate(distances, *pairs, config).permute(1, 2, 0)
     gate_RRN[-1, -1] = 0
     if config.num_sinks:
         gate_RRN = torch.cat([gate_RRN, torch.zeros_like(gate_RRN[:, :1])], dim=1)

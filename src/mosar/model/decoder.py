@@ -106,8 +106,9 @@ class Decoder(nn.Module):
 
         Geometries without regimes store every key; they take no routing and no options.
         """
-        routing = self.geometries[0].executed(routing)
-        return new_cache(self.model_config, self.attention_config, routing, **options)
+        geometry = self.geometries[0]
+        routing = geometry.executed(routing)
+        return new_cache(self.model_config, geometry.settings_now, routing, **options)
 
     def begin_step(self, step: int, steps: int) -> None:
         """Sets the training step of all layers: the next one, or that of a checkpoint."""

@@ -63,15 +63,17 @@ def decay_chart(config: MoSARConfig, max_distance: int | None = None) -> Chart:
             )
         )
     reaches = sorted({0.0, *geometry.reach.flatten().tolist()})
+    floor = config.floor * math.exp(-config.barrier)
+    times = "" if config.floor == 1 else f"{config.floor:g} · "
     return Chart(
         name="decay_kernels",
         title="Gates of the regime pairs",
         caption=f"What attention is multiplied by at a distance, for each pair of regimes and its "
-        f"reach: 1 on a plateau, then down to the floor exp(−{config.barrier:g}).",
+        f"reach: 1 on a plateau, then down to the floor {times}exp(−{config.barrier:g}).",
         x_label="distance i − j, ticks at the reaches",
         y_label="gate",
         y_domain=(-0.03, 1.04),
-        line_at=math.exp(-config.barrier),
+        line_at=floor,
         x_ticks=tuple((reach, f"{reach:g}") for reach in reaches if reach <= max_distance),
         series=tuple(series),
     )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -287,10 +287,7 @@ class MosarForCausalLM(MosarPreTrainedModel, GenerationMixin):
     @classmethod
     def from_decoder(cls, decoder: Decoder, **options: Any) -> MosarForCausalLM:
         """A model with the parameters of a decoder, bit for bit; options: of the configuration."""
-        attention = decoder.attention_config
-        if decoder.geometries[0].executed("soft") == "soft":
-            # A checkpoint of before routing became hard is a soft model.
-            attention = replace(attention, hard_from=None)
+        attention = decoder.geometries[0].settings_now
         config = MosarDecoderConfig.from_decoder(decoder.model_config, attention, **options)
         with torch.device("meta"):
             model = cls(config)

@@ -148,7 +148,7 @@ def copy_routers(attached: Retrofit, folder: Path | str, base: BaseIdentity) -> 
     description = read_description(folder)
     if description["base"]["checksum"] != base.checksum:
         raise ModelError(f"the routers in {folder} belong to another base model")
-    if description["geometry"] != attached.config.to_dict():
+    if MoSARConfig.from_dict(description["geometry"]) != attached.config:
         raise ModelError(f"the routers in {folder} have another geometry than this run's")
     tensors = _read_weights(folder, description["weights_sha256"])
     if _layers_of(tensors) != (here := {layer.index for layer in attached}):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from mosar.core.bias import Bias, DistanceBias, LabelBias, Scores
@@ -47,6 +48,9 @@ def attend(
     config = bias.config
     whole, falls = plateaus(config, q.device)
     routed = {"groups": bias.groups, "gate": config.gate}
+    if isinstance(bias, LabelBias) and not bias.ends_at_reach and config.floor != 1:
+        # The kernel computes only gates whose floor is e^-B; a table holds any.
+        bias = bias.mixture(torch.float32)
     if isinstance(bias, LabelBias):
         plan = sparse_plan(bias.query, bias.key, config, layout, everywhere=not bias.ends_at_reach)
         return run(plan, kind=GEOMETRY, plateaus=whole, falls=falls, **routed)

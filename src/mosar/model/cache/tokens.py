@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mosar.attention import attend
-from mosar.core.bias import LabelBias, MixtureBias
+from mosar.core.bias import LabelBias, MixtureBias, ends_at_reach
 from mosar.core.config import MoSARConfig
 from mosar.core.inputs import DTYPES
 from mosar.core.layout import can_check_values, is_traced
@@ -107,7 +107,7 @@ def attend_tokens(
         wide = torch.promote_types(q.dtype, torch.float32)
         return torch.zeros_like(q), q.new_full(q.shape[:-1], -torch.inf, dtype=wide)
     if keys.pi is None:
-        bias = LabelBias(choice, keys.labels, config, ends_at_reach=routing == "sparse")
+        bias = LabelBias(choice, keys.labels, config, ends_at_reach(routing, config))
     else:
         bias = MixtureBias(choice, keys.pi, config)
     options |= {"query_positions": positions, "key_positions": keys.all_positions}
