@@ -193,7 +193,7 @@ def test_tasks_as_an_axis_need_no_data(tmp_path, monkeypatch):
         preset="retrieval",
         variants=("rope", "mosar"),
         data=Path("nowhere"),
-        grid=Axis.parse("data.task=passkey,recall"),
+        grid=(Axis.parse("data.task=passkey,recall"),),
         changes=SMALL_TASK,
         lengths=("1x",),
         eval_tokens=256,
@@ -280,7 +280,7 @@ def test_stopped_side_by_side(dataset, tmp_path):
 
 
 def test_a_cell_that_fails_side_by_side_does_not_stop_the_other(small, tmp_path):
-    settings = small("rope", grid=Axis.parse("train.learning_rate=0.001,1e30"))
+    settings = small("rope", grid=(Axis.parse("train.learning_rate=0.001,1e30"),))
     result = run_experiment(settings, tmp_path / "e", jobs=2, progress=False)
     (name,) = result.failed
     assert "1e30" in name and "the gradient is nan" in result.failed[name]

@@ -32,7 +32,7 @@ def test_seeds_reach_parameters_and_data(dataset):
 
 def test_an_axis_repeats_those_who_read_it(dataset):
     axis = Axis.parse("attention.barrier=4, 6,8")
-    experiment = settings(variants=("rope", "fixed-s", "mosar"), grid=axis, data=dataset)
+    experiment = settings(variants=("rope", "fixed-s", "mosar"), grid=(axis,), data=dataset)
     assert names(experiment) == [
         "rope-seed0",
         *(f"fixed-s-seed0-attention.barrier={b}" for b in (4, 6, 8)),
@@ -44,7 +44,7 @@ def test_an_axis_repeats_those_who_read_it(dataset):
 
 @pytest.mark.parametrize("key", ["attention.rope_theta=1e3,1e4", "attention.rope_fraction=0.5,1"])
 def test_alibi_does_not_rotate(key):
-    cells = settings(grid=Axis.parse(key)).cells()
+    cells = settings(grid=(Axis.parse(key),)).cells()
     assert [cell.variant for cell in cells].count("alibi") == 1
     assert len(cells) == 2 * 7 + 1
 
@@ -55,10 +55,28 @@ REGIMES = (
 )
 
 
+def test_several_axes_change_one_key_at_a_time(dataset):
+    axes = tuple(map(Axis.parse, ("attention.per_head=true", "attention.barrier=4,8")))
+    experiment = settings(variants=("mosar", "fixed-s", "rope"), grid=axes, data=dataset)
+    assert [(cell.variant, cell.grid) for cell in experiment.cells()] == [
+        ("mosar", {}),
+        ("mosar", {"attention.per_head": "true"}),
+        ("mosar", {"attention.barrier": "4"}),
+        ("mosar", {"attention.barrier": "8"}),
+        ("fixed-s", {}),
+        ("fixed-s", {"attention.barrier": "4"}),
+        ("fixed-s", {"attention.barrier": "8"}),
+        ("rope", {}),
+    ]
+    twice = (*axes, Axis.parse("attention.barrier=5"))
+    with pytest.raises(ValueError, match="each --grid must have a key of its own"):
+        settings(variants=("mosar",), grid=twice)
+
+
 def test_an_axis_of_regimes(dataset):
     axis = Axis.parse(f"attention.regimes={REGIMES[0]},{REGIMES[1]}")
     assert axis.values == REGIMES
-    experiment = settings(variants=("rope", "rope-m-mask", "mosar"), grid=axis, data=dataset)
+    experiment = settings(variants=("rope", "rope-m-mask", "mosar"), grid=(axis,), data=dataset)
     mosar = experiment.cells()[-2:]
     assert [experiment.config(cell).attention.regimes[0].reach for cell in mosar] == [4.0, 8.0]
     # What no file can be called is named by its hash.
@@ -77,11 +95,14 @@ def test_an_axis_of_regimes(dataset):
         ({"changes": ("train.seed=3",)}, "train.seed is set by --seeds, not by --set"),
         ({"changes": ("data.folder=x",)}, "data.folder is set by --data, not by --set"),
         (
-            {"changes": ("attention.barrier=3",), "grid": Axis.parse("attention.barrier=4,6")},
+            {"changes": ("attention.barrier=3",), "grid": (Axis.parse("attention.barrier=4,6"),)},
             "attention.barrier is set by --grid, not by --set",
         ),
         *(
-            ({"grid": Axis.parse(f"{key}=0,1")}, f"{key} is set by {option}, it cannot be an axis")
+            (
+                {"grid": (Axis.parse(f"{key}=0,1"),)},
+                f"{key} is set by {option}, it cannot be an axis",
+            )
             for key, option in (
                 ("train.seed", "--seeds"),
                 ("data.seed", "--seeds"),
@@ -141,9 +162,9 @@ def test_only_text_needs_data():
     assert settings().reads_text and not settings(preset="retrieval").reads_text
     assert settings(preset="retrieval").data_fingerprint() is None
     both = Axis.parse("data.task=recall,text")
-    assert settings(preset="retrieval", grid=both).reads_text
+    assert settings(preset="retrieval", grid=(both,)).reads_text
 
 
 def test_an_axis_that_nobody_reads():
     with pytest.raises(ValueError, match=r"none of the variants rope, alibi reads attention.bar"):
-        settings(variants=("rope", "alibi"), grid=Axis.parse("attention.barrier=4,6"))
+        settings(variants=("rope", "alibi"), grid=(Axis.parse("attention.barrier=4,6"),))

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from mosar.records import Cell, append_record
+from mosar.report.charts import Chart
 from mosar.report.claims import far_accuracy, medium_reach
 from mosar.report.comparison import (
     Comparison,
@@ -18,10 +19,18 @@ from mosar.report.comparison import (
     mean_share,
     relative_percent,
 )
-from mosar.report.curves import axis_charts
+from mosar.report.curves import (
+    axis_charts,
+    change_chart,
+    found_by_tokens,
+    gap_by_tokens,
+    mass_by_tokens,
+)
 from mosar.report.experiment import load_experiment
 from mosar.report.formats import setting
+from mosar.report.sections import all_items, make_sections
 from mosar.report.summary import abstract
+from mosar.report.tables import change_table
 from report.synthetic import (
     ALL,
     compare,
@@ -162,6 +171,67 @@ def test_figures_along_an_axis(tmp_path):
         if (record.task, record.routing, record.cell.grid) == ("passkey", "sparse", {key: "6.0"})
     ]
     assert len(found) == 2 and sparse.points[1].y == pytest.approx(statistics.fmean(found))
+
+
+def test_changes_are_compared_with_the_same_seed_unchanged(tmp_path):
+    write_experiment(tmp_path, variants=(), benchmarks=False)
+    grids = ({}, {"attention.barrier": "8.0"}, {"attention.composition": "min"})
+    for grid in grids:
+        for seed in (0, 1):
+            write_cell(tmp_path, Cell(variant="mosar", preset="small", seed=seed, grid=grid))
+    both = {"attention.barrier": "8.0", "attention.composition": "min"}
+    write_cell(tmp_path, Cell(variant="mosar", preset="small", seed=0, grid=both))
+    write_cell(tmp_path, Cell(variant="rope", preset="small", seed=0))
+    c = Comparison(load_experiment(tmp_path))
+    assert list(c.changes) == ["mosar"]
+    assert list(c.changes["mosar"]) == ["", "attention.barrier=8.0", "attention.composition=min"]
+    table = change_table(c)
+    assert [row[0].text for row in table.rows] == [
+        "MoSAR, unchanged",
+        "MoSAR, attention.barrier=8.0",
+        "MoSAR, attention.composition=min",
+    ]
+    cells = {
+        name: [Cell(variant="mosar", preset="small", seed=seed, grid=grid) for seed in (0, 1)]
+        for name, grid in zip(("base", "high"), grids, strict=False)
+    }
+    gaps = [
+        (perplexity(high, 1) / perplexity(base, 1) - 1) * 100
+        for base, high in zip(cells["base"], cells["high"], strict=True)
+    ]
+    assert table.rows[1][2].sort == pytest.approx(statistics.fmean(gaps))
+    assert table.rows[0][2].text == "–"
+    (line,) = change_chart(c, 1.0).series
+    assert [p.text for p in line.points] == ["unchanged", "barrier=8.0", "composition=min"]
+    # Two values of an axis are rows of that table; they need no chart of their own.
+    names = [item.name for item in all_items(make_sections(c)) if isinstance(item, Chart)]
+    assert "changes_1x" in names and not any(name.startswith("grid_") for name in names)
+
+
+def test_milestones_show_the_gap_the_mass_and_what_is_found(tmp_path):
+    cell = Cell(variant="mosar", preset="small", seed=0)
+    write_experiment(tmp_path, variants=(), benchmarks=False)
+    write_cell(tmp_path, cell, retrieval=True)
+    path = tmp_path / "records" / f"{cell.name}.jsonl"
+    last = make_training(cell)
+    for routing, shift in (("soft", 0.0), ("top1", 0.1), ("sparse", 0.2)):
+        record = make_evaluation(cell, 1, routing)
+        loss = math.log(perplexity(cell, 1)) + 1 + shift
+        append_record(path, replace(record, step=last.step // 2, loss=loss))
+        found = make_retrieval(cell, "passkey", routing)
+        worse = [[a, b, share / 2, n] for a, b, share, n in found.by_distance]
+        append_record(path, replace(found, step=last.step // 2, by_distance=worse))
+    c = Comparison(load_experiment(tmp_path))
+    half, end = last.tokens / 2e6, last.tokens / 1e6
+    (gaps,) = gap_by_tokens(c, 1.0).series
+    assert [p.x for p in gaps.points] == [half, end]
+    assert gaps.points[0].y == pytest.approx((math.exp(0.2) - 1) * 100)
+    (masses,) = mass_by_tokens(c, 1.0).series
+    assert masses.points[1].y == pytest.approx(mean_mass(make_evaluation(cell, 1, "top1")))
+    trained, sparse = found_by_tokens(c, "passkey").series
+    assert (trained.note, sparse.note) == ("as trained", "sparse")
+    full = far_accuracy(make_retrieval(cell, "passkey", "sparse"), medium_reach(c))
+    assert [p.y for p in sparse.points] == [pytest.approx(full / 2), pytest.approx(full)]
 
 
 def test_of_a_grid_without_plain_cells_the_papers_point_is_compared(tmp_path):

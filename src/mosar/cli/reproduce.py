@@ -42,10 +42,12 @@ def reproduce(
         ),
     ] = None,
     grid: Annotated[
-        str | None,
+        list[str] | None,
         Option(
             metavar="KEY=VALUE,VALUE",
-            help="Run once for each value, like attention.barrier=4,6,8. Keys: docs/training.md.",
+            help="Run once for each value, like attention.barrier=4,6,8. Can be repeated: each "
+            "cell then changes one key, and the unchanged variant runs too. Keys: "
+            "docs/training.md.",
         ),
     ] = None,
     changes: Changes = None,
@@ -81,6 +83,9 @@ def reproduce(
     --out runs/small
 
     Example: mosar reproduce --variants mosar --grid attention.barrier=4,6,8 --out runs/barrier
+
+    Example: mosar reproduce --variants mosar-plus --grid attention.per_head=false --grid
+    attention.composition=min,max --out runs/ablation
     """
     chosen = None if variants is None else listed(variants)
     check_names(None, preset)
@@ -102,7 +107,7 @@ def reproduce(
         variants=PAPER_VARIANTS if chosen is None else chosen,
         seeds=seeds,
         data=default if data is None else data,
-        grid=None if grid is None else Axis.parse(grid),
+        grid=tuple(map(Axis.parse, grid or ())),
         changes=tuple(changes or ()),
         lengths=listed(lengths),
         eval_tokens=eval_tokens,

@@ -1,7 +1,8 @@
-"""The cells of an experiment: variants x seeds x the values of one axis.
+"""The cells of an experiment: variants x seeds x the values of an axis.
 
 seed k sets train.seed and data.seed: variants of one seed start alike and see the same data
 an axis is a dotted key with values; variants that do not read the key run once, without it
+with several axes, each cell changes one key, and every variant also runs unchanged
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class ExperimentSettings:
     seeds: int = 1
     """Number of seeds, starting from 0."""
     data: Path
-    grid: Axis | None = None
+    grid: tuple[Axis, ...] = ()
     changes: tuple[str, ...] = ()
     """Like "train.steps=60", for every cell."""
     lengths: tuple[str, ...] = LENGTHS
@@ -98,16 +99,20 @@ class ExperimentSettings:
         if self.seeds < 1:
             raise ValueError(f"seeds must be at least 1, got {self.seeds}")
         given = {change.partition("=")[0].strip() for change in self.changes}
-        if self.grid is not None and self.grid.key in _TAKEN:
-            key = self.grid.key
-            raise ValueError(f"{key} is set by {_TAKEN[key]}, it cannot be an axis")
-        taken = _TAKEN | ({self.grid.key: "--grid"} if self.grid else {})
+        keys = [axis.key for axis in self.grid]
+        if len(set(keys)) < len(keys):
+            raise ValueError(f"each --grid must have a key of its own, got {', '.join(keys)}")
+        for key in keys:
+            if key in _TAKEN:
+                raise ValueError(f"{key} is set by {_TAKEN[key]}, it cannot be an axis")
+        taken = _TAKEN | dict.fromkeys(keys, "--grid")
         for key in sorted(given & set(taken)):
             raise ValueError(f"{key} is set by {taken[key]}, not by --set")
-        if self.grid is not None and not any(map(self.grid.is_read_by, self.variants)):
-            raise ValueError(
-                f"none of the variants {', '.join(self.variants)} reads {self.grid.key}"
-            )
+        for axis in self.grid:
+            if not any(map(axis.is_read_by, self.variants)):
+                raise ValueError(
+                    f"none of the variants {', '.join(self.variants)} reads {axis.key}"
+                )
         object.__setattr__(self, "data", Path(self.data).absolute())
 
     def cells(self) -> list[Cell]:
@@ -120,9 +125,9 @@ class ExperimentSettings:
         ]
 
     def _points(self, variant: str) -> list[dict[str, Any]]:
-        if self.grid is None or not self.grid.is_read_by(variant):
-            return [{}]
-        return [{self.grid.key: value} for value in self.grid.values]
+        read = [axis for axis in self.grid if axis.is_read_by(variant)]
+        unchanged = [{}] if len(self.grid) > 1 or not read else []
+        return unchanged + [{axis.key: value} for axis in read for value in axis.values]
 
     def config(self, cell: Cell, *, vocab_size: int | None = None) -> RunConfig:
         """The configuration of a cell; of one that learns text, the data must be there.
@@ -169,5 +174,5 @@ class ExperimentSettings:
 
     def shared(self) -> dict[str, Any]:
         """The settings that all cells of one folder must share."""
-        kept = asdict(replace(self, grid=None))
+        kept = asdict(replace(self, grid=()))
         return {key: kept[key] for key in ("preset", "changes", "lengths", "eval_tokens")}

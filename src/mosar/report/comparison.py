@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from mosar.core.config import MoSARConfig
 from mosar.files import parse_json
-from mosar.geometries import GEOMETRIES, VARIANTS, Geometry
+from mosar.geometries import GEOMETRIES, VARIANTS, AttentionConfig, Geometry
 from mosar.records import Cell, EvaluationRecord, RetrievalRecord, TrainingRecord
 from mosar.report.experiment import Experiment, task_of
 from mosar.report.palette import Look, in_order, variant_looks
@@ -216,17 +216,20 @@ class Comparison:
         present = {seed: figure for seed, figure in values.items() if figure is not None}
         return Estimate(present) if present else None
 
-    def by_tokens(self, setting: Setting, value: Value = perplexity_of) -> dict[float, Estimate]:
+    def by_tokens(
+        self,
+        setting: Setting,
+        value: Callable[[Any], float | None] = perplexity_of,
+        records: Iterable[EvaluationRecord | RetrievalRecord] | None = None,
+    ) -> dict[float, Estimate]:
         """A figure over the seeds at each number of trained tokens, where a run has milestones."""
-        routing = setting.routing or self.own_routing(setting.variant)
+        routings = ("soft", "native") if setting.routing is None else (setting.routing,)
         found: dict[float, dict[int, float]] = {}
-        for record in self.experiment.milestones:
-            run = self.trainings.get(record.cell.variant, {}).get(record.cell.seed)
-            which = (record.cell.variant, factor_of(record), record.routing)
-            figure = value(record)
-            if run is None or figure is None or record.cell.name not in self.cells:
-                continue
-            if which == (setting.variant, setting.factor, routing):
+        for record in self.experiment.milestones if records is None else records:
+            run = self._run_of(record)
+            which = (record.cell.variant, factor_of(record))
+            figure = value(record) if which == setting[:2] and record.routing in routings else None
+            if run is not None and figure is not None and self._is_compared(record):
                 tokens = record.step * run.tokens / run.step
                 found.setdefault(tokens, {})[record.cell.seed] = figure
         return {tokens: Estimate(found[tokens]) for tokens in sorted(found)}
@@ -277,13 +280,21 @@ class Comparison:
     @cached_property
     def retrievals(self) -> list[RetrievalRecord]:
         """Records of the compared cells. A task is not a point of an axis, so all tasks count."""
-        point = {key: value for key, value in self.point.items() if key != "data.task"}
-        found = []
-        for record in self.experiment.retrievals:
-            grid = {key: value for key, value in record.cell.grid.items() if key != "data.task"}
-            if record.cell.name in self.cells or grid in ({}, point):
-                found.append(record)
-        return found
+        return [record for record in self.experiment.retrievals if self._is_compared(record)]
+
+    def _is_compared(self, record: EvaluationRecord | RetrievalRecord) -> bool:
+        point, grid = (
+            {key: value for key, value in values.items() if key != "data.task"}
+            for values in (self.point, record.cell.grid)
+        )
+        of_task = isinstance(record, RetrievalRecord) and grid in ({}, point)
+        return of_task or record.cell.name in self.cells
+
+    def _run_of(self, record: EvaluationRecord | RetrievalRecord) -> TrainingRecord | None:
+        """The run that an evaluation belongs to; a cell may have learnt text and a task."""
+        runs, name = self.experiment.trainings, record.cell.name
+        task = record.task if isinstance(record, RetrievalRecord) else None
+        return runs.get(f"{name} ({task})") or runs.get(name)
 
     @cached_property
     def axes(self) -> dict[str, list[AxisPoint]]:
@@ -304,6 +315,26 @@ class Comparison:
             point.cells.setdefault(cell.variant, []).append(cell)
         return sorted(found.values(), key=_by_value)
 
+    @cached_property
+    def changes(self) -> dict[str, dict[str, list[Cell]]]:
+        """Variant -> "key=value" of its one change ("" for none) -> the evaluated cells."""
+        evaluated = {record.cell.name for record in self.experiment.evaluations}
+        found: dict[str, dict[str, list[Cell]]] = {}
+        for cell in self.experiment.cells:
+            if len(cell.grid) < 2 and cell.name in evaluated and "data.task" not in cell.grid:
+                change = "".join(f"{key}={value}" for key, value in cell.grid.items())
+                found.setdefault(cell.variant, {}).setdefault(change, []).append(cell)
+        ordered = {name: dict(sorted(found[name].items())) for name in in_order(found)}
+        return {name: changes for name, changes in ordered.items() if {""} < changes.keys()}
+
+    def density_of(self, cells: Iterable[Cell], factor: float) -> Estimate | None:
+        """The exact density of some cells of one variant."""
+        for routing in ("sparse", "top1", None):
+            found = self.along_axis(cells, factor, routing, lambda record: record.density)
+            if found is not None:
+                return found
+        return None
+
     def _configured(self, cell: Cell, key: str) -> Any:
         """The value a cell was trained with; without that record, the one that its grid names."""
         record = self.experiment.trainings.get(cell.name)
@@ -311,6 +342,9 @@ class Comparison:
         settings = record.config.get(section) if record else None
         if isinstance(settings, dict) and name in settings:
             return settings[name]
+        if settings and section == "attention" and key not in cell.grid:
+            # The run is older than the setting.
+            return getattr(AttentionConfig(), name, None)
         return _plain(cell.grid.get(key))
 
     def along_axis(

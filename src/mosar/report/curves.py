@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -22,7 +23,6 @@ from mosar.report.comparison import (
     Comparison,
     Estimate,
     Setting,
-    Value,
     curve_of,
     factor_of,
     mean_mass,
@@ -67,37 +67,105 @@ def validation_curves(c: Comparison) -> Chart:
 
 def perplexity_by_tokens(c: Comparison, factor: float) -> Chart:
     """What more training gives at one length; empty where no milestones were evaluated."""
-    title = f"Perplexity at {times(factor)} against trained tokens"
-    return _by_tokens(c, f"perplexity_by_tokens_{factor:g}x", title, factor, None, perplexity_of)
+    return _by_tokens(
+        c,
+        f"perplexity_by_tokens_{factor:g}x",
+        f"Perplexity at {times(factor)}",
+        "perplexity",
+        {"": lambda variant: c.by_tokens(Setting(variant, factor))},
+        perplexity,
+        y_log=True,
+    )
 
 
 def density_by_tokens(c: Comparison, factor: float) -> Chart:
     """How the support changes with training, executed sparsely."""
-    title = f"Support density at {times(factor)} against trained tokens"
-    name = f"density_by_tokens_{factor:g}x"
-    return _by_tokens(c, name, title, factor, "sparse", lambda record: record.density)
+
+    def densities(variant: str) -> ByTokens:
+        return c.by_tokens(Setting(variant, factor, "sparse"), lambda record: record.density)
+
+    name, title = f"density_by_tokens_{factor:g}x", f"Support density at {times(factor)}"
+    return _by_tokens(c, name, title, "density", {"": densities}, share, y_log=True)
+
+
+def gap_by_tokens(c: Comparison, factor: float) -> Chart:
+    """How far sparse execution is from soft routing as training goes on."""
+
+    def gaps(variant: str) -> ByTokens:
+        soft, sparse = (
+            c.by_tokens(Setting(variant, factor, routing)) for routing in ("soft", "sparse")
+        )
+        found = {tokens: relative_percent(sparse.get(tokens), soft[tokens]) for tokens in soft}
+        return {tokens: gap for tokens, gap in found.items() if gap is not None}
+
+    name, title = f"gap_by_tokens_{factor:g}x", f"Sparse against soft routing at {times(factor)}"
+    options = {"unit": " %", "line_at": 0.0}
+    return _by_tokens(c, name, title, "perplexity", {"": gaps}, percent, **options)
+
+
+def mass_by_tokens(c: Comparison, factor: float) -> Chart:
+    """What sparse execution leaves out as training goes on."""
+
+    def masses(variant: str) -> ByTokens:
+        settings = (Setting(variant, factor, routing) for routing in ("sparse", "top1"))
+        return next(filter(None, (c.by_tokens(s, mean_mass) for s in settings)), {})
+
+    name, title = f"mass_by_tokens_{factor:g}x", f"Discarded mass at {times(factor)}"
+    return _by_tokens(c, name, title, "discarded mass", {"": masses}, share, y_zero=True)
+
+
+def found_by_tokens(c: Comparison, task: str) -> Chart:
+    """Right answers from far away as training goes on, as trained and executed sparsely."""
+    records = [record for record in c.experiment.retrieval_milestones if record.task == task]
+    near, beyond = min(map(factor_of, records)), medium_reach(c)
+
+    def found(routing: str | None) -> Callable[[str], ByTokens]:
+        return lambda variant: c.by_tokens(
+            Setting(variant, near, routing), lambda record: far_accuracy(record, beyond), records
+        )
+
+    return _by_tokens(
+        *(c, f"far_{task}_by_tokens", f"{task} from far, {times(near)}", "right answers"),
+        {"as trained": found(None), "sparse": found("sparse")},
+        share,
+        y_domain=(0.0, 1.02),
+    )
+
+
+ByTokens = dict[float, Estimate]
 
 
 def _by_tokens(
-    c: Comparison, name: str, title: str, factor: float, routing: str | None, value: Value
+    c: Comparison,
+    name: str,
+    title: str,
+    y_label: str,
+    ways: dict[str, Callable[[str], ByTokens]],
+    text: Callable[[float], str],
+    **options: Any,
 ) -> Chart:
-    text = share if routing else perplexity
+    """One line per variant and way, over the tokens of its milestones."""
 
-    def curve(variant: str) -> Iterable[Point]:
-        found = c.by_tokens(Setting(variant, factor, routing), value)
+    def curve(variant: str, figures: Callable[[str], ByTokens]) -> Iterable[Point]:
+        found = figures(variant)
         # One point is no curve.
         steps = found.items() if len(found) > 1 else ()
         return [point(tokens / 1e6, estimate, text) for tokens, estimate in steps]
 
+    lines = [
+        replace(line, note=note, dash=dash or None)
+        for (note, figures), dash in zip(ways.items(), ("", DASHED), strict=False)
+        for line in variant_series(c, c.looks, lambda v, f=figures: curve(v, f))
+    ]
     return Chart(
         name=name,
-        title=title,
+        title=f"{title} against trained tokens",
         caption="Checkpoints of one run, evaluated like the last. Before the last the learning "
-        "rate has not come down yet.",
+        "rate has not come down yet." + (" Dashed: executed sparsely." if len(ways) > 1 else ""),
         x_label="trained tokens, millions",
-        y_label="density" if routing else "perplexity",
-        y_log=True,
-        series=tuple(variant_series(c, c.routed if routing else c.evaluated, curve)),
+        y_label=y_label,
+        series=tuple(lines),
+        **options,
     )
 
 
@@ -263,6 +331,34 @@ def axis_chart(
         x_ticks=tuple((x, setting(stop.value)) for x, stop in places.items()),
         series=tuple(lines),
         **options,
+    )
+
+
+def change_chart(c: Comparison, factor: float) -> Chart:
+    """What each single change costs, and how many pairs it reads."""
+    series = []
+    for variant, changes in c.changes.items():
+        found = []
+        for change, cells in changes.items():
+            density, value = (
+                c.density_of(cells, factor),
+                c.along_axis(cells, factor, None, perplexity_of),
+            )
+            if density is not None and value is not None:
+                name = change.removeprefix("attention.") or "unchanged"
+                found.append(Point(density.mean, value.mean, name))
+        look = c.looks[variant]
+        series.append(
+            Series(key=variant, look=look, points=tuple(found), dash="none", annotated=True)
+        )
+    return Chart(
+        name=f"changes_{factor:g}x",
+        title=f"One change at a time, {times(factor)}",
+        caption="Each point is a variant with one setting changed. Left and low is better.",
+        x_label="support density ρ",
+        y_label="perplexity",
+        x_log=True,
+        series=tuple(series),
     )
 
 

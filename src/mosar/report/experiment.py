@@ -58,6 +58,7 @@ class Experiment:
     milestones: tuple[EvaluationRecord, ...]
     """The same of every step that was evaluated."""
     retrievals: tuple[RetrievalRecord, ...]
+    retrieval_milestones: tuple[RetrievalRecord, ...]
     benchmarks: tuple[AttentionBenchmark, ...]
     decode_benchmarks: tuple[DecodeBenchmark, ...]
     training_benchmarks: tuple[TrainingBenchmark, ...]
@@ -127,6 +128,10 @@ def load_experiment(folder: Path | str) -> Experiment:
         retrievals=_latest(
             (record for record in records if isinstance(record, RetrievalRecord)),
             lambda record: (record.cell.name, record.task, record.length, record.routing),
+        ),
+        retrieval_milestones=_latest(
+            (record for record in records if isinstance(record, RetrievalRecord)),
+            lambda r: (r.cell.name, r.task, r.length, r.routing, r.step),
         ),
         benchmarks=tuple(r for r in records if isinstance(r, AttentionBenchmark)),
         decode_benchmarks=tuple(r for r in records if isinstance(r, DecodeBenchmark)),

@@ -15,8 +15,12 @@ from mosar.report.claims import Claim, judged_claims, judged_own_claims
 from mosar.report.comparison import BASELINE, Comparison
 from mosar.report.curves import (
     axis_charts,
+    change_chart,
     decode_chart,
     density_by_tokens,
+    found_by_tokens,
+    gap_by_tokens,
+    mass_by_tokens,
     perplexity_by_position,
     perplexity_by_tokens,
     retrieval,
@@ -46,6 +50,7 @@ from mosar.report.speed_tables import benchmark_table, decode_table, training_sp
 from mosar.report.support import SupportGrid, fixed_grids, median_layer, routed_grids
 from mosar.report.tables import (
     Table,
+    change_table,
     claims_table,
     gap_table,
     main_table,
@@ -275,8 +280,15 @@ def _sparse(c: Comparison) -> Iterator[Item]:
 
 def _training(c: Comparison) -> Iterator[Item]:
     yield from _shown([validation_curves(c), validation_delta(c)])
-    for name, make in (("milestones", perplexity_by_tokens), ("densities", density_by_tokens)):
+    for name, make in (
+        ("milestones", perplexity_by_tokens),
+        ("densities", density_by_tokens),
+        ("gaps", gap_by_tokens),
+        ("masses", mass_by_tokens),
+    ):
         yield from _switch(name, "length", ((times(f), make(c, f)) for f in c.factors))
+    tasks = sorted({record.task for record in c.experiment.retrieval_milestones})
+    yield from _shown(found_by_tokens(c, task) for task in tasks)
 
 
 def _position(c: Comparison) -> Iterable[Item]:
@@ -301,9 +313,17 @@ def _retrieval(c: Comparison) -> Iterator[Item]:
 
 
 def _axes(c: Comparison) -> Iterator[Item]:
+    if c.changes:
+        ends = dict.fromkeys([*c.factors[:1], *c.factors[-1:]])
+        yield from _shown(change_chart(c, factor) for factor in ends)
+        yield change_table(c)
+    # Of several axes, those with two values are in the table above.
+    least = 3 if len(c.axes) > 1 and c.changes else 2
     for key, points in c.axes.items():
-        charts = axis_charts(c, key) if len(points) > 1 else []
-        yield from charts or [Text(f"Along {key} there is only one value so far.", "missing")]
+        if len(points) >= least:
+            yield from axis_charts(c, key)
+        elif len(points) == 1:
+            yield Text(f"Along {key} there is only one value so far.", "missing")
 
 
 def _speed(c: Comparison) -> Iterator[Item]:

@@ -21,6 +21,8 @@ from mosar.report.comparison import (
     factor_of,
     mean_mass,
     mean_share,
+    perplexity_of,
+    relative_percent,
 )
 from mosar.report.formats import (
     MISSING,
@@ -486,6 +488,38 @@ def retrieval_table(c: Comparison) -> Table:
             Column("accuracy"),
             Column("from far"),
         ),
+        rows=tuple(rows),
+        keys=tuple(keys),
+    )
+
+
+def change_table(c: Comparison) -> Table:
+    """Variants with one setting changed at a time, against the same variant without the change."""
+    shown = list(dict.fromkeys([*c.factors[:1], *c.factors[-1:]]))
+    rows, keys = [], []
+    for variant, changes in c.changes.items():
+        for change, cells in changes.items():
+            row = [_plain(f"{c.looks[variant].label}, {change or 'unchanged'}")]
+            for factor in shown:
+                own, base = (
+                    c.along_axis(some, factor, None, perplexity_of)
+                    for some in (cells, changes.get("", []))
+                )
+                against = relative_percent(own, base) if change else None
+                row += [_cell(own, perplexity), _cell(against, percent)]
+                row.append(_cell(c.density_of(cells, factor), _four_share))
+            rows.append(tuple(row))
+            keys.append(variant)
+    columns = [Column("variant, change", numeric=False)]
+    for factor in shown:
+        names = ("perplexity", "vs unchanged", "density ρ")
+        columns += [Column(name, times(factor)) for name in names]
+    return Table(
+        name="changes",
+        title="One change at a time",
+        caption="Each row changes one setting of a variant. Perplexity is that of the routing it "
+        "was trained with; differences are taken within each seed.",
+        columns=tuple(columns),
         rows=tuple(rows),
         keys=tuple(keys),
     )
