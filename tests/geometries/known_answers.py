@@ -4,18 +4,27 @@
     PYTHONPATH=tests python -m geometries.known_answers
 
 writes known_answers.json beside this file, and `pytest -m rivals` asks the packages again. Inputs
-are sines: they need no generator.
+are sines: they need no generator. Some authors have a repository but no package (`REPOSITORIES`).
+With the folder of their module on the path,
+
+    PYTHONPATH=tests:FOLDER python -m geometries.known_answers moba
+
+records that answer alone.
 
 Shapes: B batch, T tokens, H query heads, K key/value heads, D head dim.
 """
 
 import json
+import sys
 from pathlib import Path
+from unittest.mock import patch
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from core.test_positional import rotate_by_definition
+from mosar.geometries.block_selection import draw
 from mosar.geometries.reformer import hash_rotations
 
 FILE = Path(__file__).with_name("known_answers.json")
@@ -23,6 +32,11 @@ LENGTH, HEADS, DIM = 6, 2, 8
 # Where keys are chosen.
 LONG, SCALE, BLOCK, TOP = 16, 0.7, 2, 4
 HIDDEN, PROFILES, EXTENT, POSITIONS, WINDOW, BUCKETS = 5, 3, 9, 4, 4, 4
+# MoBA's blocks, of which the last is not full; Linformer's, with `MIXTURES` each.
+CHUNK, MIXED, MIXTURES = 3, 4, 2
+RAMP, SPANS = 4, (0.15, 0.55)
+# BigBird: drawn blocks of a query, and how many blocks and draws show where they come from.
+RANDOM, ROWS, DRAWS = 2, 16, 200
 
 
 def sines(*shape, speed):
@@ -62,6 +76,20 @@ def curves():
     """Inkling's mixture [H R, C] and profiles [R, E]; CoPE's embedding [P, D]."""
     mixture = sines(HEADS * PROFILES, HIDDEN, speed=1.7)
     return mixture, sines(PROFILES, EXTENT, speed=0.9), sines(POSITIONS, DIM, speed=1.5)
+
+
+def mixtures():
+    """Linformer's mixtures of keys and of values [r, c]."""
+    return [sines(MIXTURES, MIXED, speed=speed) for speed in (1.1, 2.3)]
+
+
+def drawn_blocks(own):
+    """What BigBird's first key head draws in layer 0 for queries of a block.
+
+    Neither the first block, nor the query's own or the one before it.
+    """
+    between = range(1, own - 1)
+    return sorted(between, key=lambda block: -draw(0, 0, own, block))[:RANDOM]
 
 
 def interleaved(x):
@@ -175,7 +203,7 @@ def reformer():
     sizes = {"bucket_size": LONG // BUCKETS, "n_hashes": 1}
     lsh = Hashed(**sizes, causal=True, attend_across_buckets=False)
     # Theirs has a fixed scale; keys are unit vectors whatever the queries' length is.
-    return lsh(SCALE * DIM**0.5 * q, v.expand(q.shape))[0].transpose(0, 1)[None]
+    return lsh(with_scale(q), v.expand(q.shape))[0].transpose(0, 1)[None]
 
 
 def pooled():
@@ -211,6 +239,156 @@ def dsa():
     k_index = turned(torch.einsum("btc,ec->bte", hidden(), key)[:, :, None])[:, :, 0]
     weights = hidden() @ weight.T
     return naive_dsa(*long_heads(), q_index, k_index, weights, topk=TOP, scale=SCALE)
+
+
+def with_scale(q):
+    """Queries for code whose scale is fixed at 1 / sqrt(D)."""
+    return SCALE * DIM**0.5 * q
+
+
+def bigbird():
+    """With causal masks and our draws, for the tokens of all blocks but the first and last two.
+
+    A causal mask leaves the first block, the query's own, the one before it, and those drawn.
+    """
+    from transformers import BigBirdConfig
+    from transformers.models.big_bird.modeling_big_bird import BigBirdBlockSparseAttention
+
+    blocks, last = LONG // BLOCK, LONG // BLOCK - 1
+    # Where fewer than `RANDOM` can be drawn, the last block, which is masked.
+    plan = [(drawn_blocks(own) + [last] * RANDOM)[:RANDOM] for own in range(1, last)]
+
+    class Drawn(BigBirdBlockSparseAttention):
+        def _bigbird_block_rand_mask_with_head(self, **options):
+            return [np.array(plan)] * options["num_heads"]
+
+    config = BigBirdConfig(
+        hidden_size=HEADS * DIM,
+        num_attention_heads=HEADS,
+        block_size=BLOCK,
+        num_random_blocks=RANDOM,
+    )
+    q, k, v = (x.transpose(1, 2) for x in long_heads())
+    at = torch.arange(LONG).unflatten(0, (blocks, BLOCK))
+    near = torch.cat([at[1:-3], at[2:-2], at[3:-1]], dim=1)
+    exists = torch.ones(1, LONG).double()
+    exists[:, -BLOCK:] = 0
+    out, _ = Drawn(config).bigbird_block_sparse_attention(
+        *(with_scale(q), k.expand(q.shape), v.expand(q.shape)),
+        band_mask=(near[:, None] <= at[2:-2, :, None])[None, None].double(),
+        from_mask=torch.ones(1, 1, LONG, 1).double(),
+        to_mask=exists[:, None, None],
+        from_blocked_mask=torch.ones(1, blocks, BLOCK).double(),
+        to_blocked_mask=exists.unflatten(1, (blocks, BLOCK)),
+        n_heads=HEADS,
+        n_rand_blocks=RANDOM,
+        attention_head_size=DIM,
+        from_block_size=BLOCK,
+        to_block_size=BLOCK,
+        batch_size=1,
+        from_seq_len=LONG,
+        to_seq_len=LONG,
+        seed=None,
+        plan_from_length=None,
+        plan_num_rand_blocks=None,
+    )
+    return out[:, 2 * BLOCK : -2 * BLOCK]
+
+
+def bigbird_draws():
+    """For queries of each block: how many blocks are drawn, and whether each is ever drawn.
+
+    By their rule for a row, with the whole window and both global blocks before the query.
+    """
+    from transformers.models.big_bird.modeling_big_bird import BigBirdBlockSparseAttention
+
+    np.random.seed(0)
+    before = {"window_block_left": 2, "window_block_right": 0}
+    before |= {"global_block_left": 2, "global_block_right": 0}
+    rule, found = BigBirdBlockSparseAttention._get_single_block_row_attention, []
+    for own in range(ROWS):
+        drawn = [rule(own, 0, own + 1, 3, **before).tolist() for _ in range(DRAWS)]
+        (count,) = {len(set(row)) for row in drawn}
+        found.append([count, *(int(any(block in row for row in drawn)) for block in range(ROWS))])
+    return found
+
+
+def linformer():
+    """Query by query: the projection of the tokens up to it mixes finished blocks only."""
+    from linformer import LinformerSelfAttention
+
+    q, k, v = long_heads()
+    q, tokens = with_scale(q).flatten(2), torch.cat([k, v], dim=-1)[:, :, 0]
+    one, rows = torch.eye(HEADS * DIM).double(), []
+    for i in range(LONG):
+        own = torch.eye(i % MIXED + 1).double()
+        keys, values = (torch.block_diag(*[x] * (i // MIXED), own) for x in mixtures())
+        module = LinformerSelfAttention(
+            HEADS * DIM, i + 1, k=len(keys), heads=HEADS, one_kv_head=True
+        ).double()
+        weights = {
+            "to_q.weight": one,
+            "to_k.weight": one[:DIM],
+            "to_v.weight": one[DIM:],
+            "proj_k": keys.T,
+            "proj_v": values.T,
+            "to_out.weight": one,
+            "to_out.bias": torch.zeros(HEADS * DIM),
+        }
+        module.load_state_dict(weights)
+        rows.append(module(q[:, i : i + 1], tokens[:, : i + 1]).detach())
+    return torch.cat(rows, dim=1).unflatten(-1, (HEADS, DIM))
+
+
+def moba():
+    from moba_naive import moba_attn_varlen_naive
+
+    q, k, v = (x[0].float() for x in long_heads())
+    heads = with_scale(q), k.expand(q.shape), v.expand(q.shape)
+    return moba_attn_varlen_naive(*heads, torch.tensor([0, LONG]), LONG, CHUNK, TOP)[None]
+
+
+def moba_fla():
+    """With plain attention where theirs calls flash-attn, which needs a GPU."""
+    from fla.ops.moba import parallel
+
+    def attend_spans(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, **_):
+        """softmax(q k) v within each span, and log sum exp [H, T]."""
+        out, total = torch.zeros_like(q), q.new_zeros(q.shape[1], len(q))
+        ends = zip(cu_seqlens_q.unfold(0, 2, 1), cu_seqlens_k.unfold(0, 2, 1), strict=True)
+        for of_q, of_k in ends:
+            queries, keys = slice(*of_q.tolist()), slice(*of_k.tolist())
+            scores = softmax_scale * torch.einsum("thd,shd->hts", q[queries], k[keys])
+            if causal:
+                scores = scores.masked_fill(torch.ones_like(scores[0]).triu(1).bool(), -torch.inf)
+            out[queries] = torch.einsum("hts,shd->thd", scores.softmax(dim=-1), v[keys])
+            total[:, queries] = scores.logsumexp(dim=-1)
+        return out, total, None, None
+
+    q, k, v = (x.float() for x in long_heads())
+    heads = with_scale(q), k.expand(q.shape), v.expand(q.shape)
+    text = torch.tensor([0, LONG], dtype=torch.int32)
+    # It asks whether the first is there, and calls the second.
+    with patch.multiple(
+        parallel, flash_attn_varlen_func=attend_spans, _flash_attn_varlen_forward=attend_spans
+    ):
+        return parallel.parallel_moba(*heads, text, LONG, CHUNK, TOP)
+
+
+def adaptive_span():
+    """The output [1, T, H, D], and the loss."""
+    from adaptive_span import AdaptiveSpan
+
+    module = AdaptiveSpan(LONG, 1.0, RAMP, 0.0, False, HEADS).double()
+    with torch.no_grad():
+        module._mask.current_val.copy_(torch.tensor(SPANS)[:, None, None])
+        weights = torch.softmax(causal_scores(), dim=-1)[0]
+        # Rows of theirs end with the nearest key.
+        rows = [weights[:, i].roll(LONG - 1 - i, dims=-1) for i in range(LONG)]
+        masked = module(torch.stack(rows, dim=1))
+        rows = [masked[:, i].roll(i + 1 - LONG, dims=-1) for i in range(LONG)]
+        out = torch.einsum("hts,bsd->bthd", torch.stack(rows, dim=1), long_heads()[2][:, :, 0])
+        return {"out": out.tolist(), "loss": module.get_loss().item()}
 
 
 def rescaled_frequencies() -> dict:
@@ -252,13 +430,28 @@ PACKAGES = {
     "nsa_compression": nsa_compression,
     "nsa_selection": nsa_selection,
     "dsa": dsa,
+    "bigbird": bigbird,
+    "bigbird_draws": bigbird_draws,
+    "linformer": linformer,
+    "moba_fla": moba_fla,
 }
 """By the name in known_answers.json."""
+REPOSITORIES = {
+    "moba": (
+        *(moba, "moba_naive"),
+        "MoonshotAI/MoBA 61e456bc956c, from its copy in snowflakedb/ArcticTraining 278a5f908689",
+    ),
+    "adaptive_span": (
+        *(adaptive_span, "adaptive_span"),
+        "facebookresearch/adaptive-span 3f760f6dd5bc",
+    ),
+}
+"""By the name in known_answers.json: what asks, the module, and the repository and its commit."""
 
 
 def answer(name: str):
-    """What the package says, as JSON holds it."""
-    found = PACKAGES[name]()
+    """What the package or the authors' file says, as JSON holds it."""
+    found = (PACKAGES[name] if name in PACKAGES else REPOSITORIES[name][0])()
     return rounded(found.tolist() if isinstance(found, torch.Tensor) else found)
 
 
@@ -271,5 +464,9 @@ def rounded(value):
 
 
 if __name__ == "__main__":
-    lines = [f"{json.dumps(name)}: {json.dumps(answer(name))}" for name in PACKAGES]
+    answers = json.loads(FILE.read_text())
+    answers |= {name: answer(name) for name in sys.argv[1:] or PACKAGES}
+    answers["sources"] = {name: source for name, (_, _, source) in REPOSITORIES.items()}
+    names = [*PACKAGES, *REPOSITORIES, "sources"]
+    lines = [f"{json.dumps(name)}: {json.dumps(answers[name])}" for name in names]
     FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")

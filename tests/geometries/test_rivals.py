@@ -65,13 +65,18 @@ LONG_SHAPE = HeadShape(
 
 def unrotated(geometry, *, parameters=None, hidden=None, **own):
     """What it makes of the longer inputs where nothing rotates, [1, T, H, D]."""
+    return attended(geometry, parameters=parameters, hidden=hidden, **own)[0]
+
+
+def attended(geometry, *, parameters=None, hidden=None, **own):
+    """The same, and the price."""
     attention = AttentionConfig(geometry=geometry, rope_fraction=0.0, own=own)
     built = attention.geometry_class(attention, LONG_SHAPE).double()
     with torch.no_grad():
         for name, values in (parameters or {}).items():
             built.get_parameter(name).copy_(values)
         hidden = known_answers.hidden() if hidden is None else hidden
-        return built(*known_answers.long_heads(), scale=known_answers.SCALE, hidden=hidden)[0]
+        return built(*known_answers.long_heads(), scale=known_answers.SCALE, hidden=hidden)
 
 
 def nsa(branch):
@@ -117,6 +122,27 @@ def cope():
     return unrotated("cope", parameters={"embedding": embedding}, positions=positions)
 
 
+def bigbird():
+    """The blocks that a causal mask leaves of the authors'; the first and last two differ."""
+    block = known_answers.BLOCK
+    own = {"window": 2, "first": 1, "random": known_answers.RANDOM}
+    out = unrotated("bigbird", block=block / known_answers.LONG, **own)
+    return out[:, 2 * block : -2 * block]
+
+
+def moba():
+    block = known_answers.CHUNK / known_answers.LONG
+    return unrotated("moba", block=block, top=known_answers.TOP)
+
+
+def linformer():
+    keys, values = known_answers.mixtures()
+    own = {"block": known_answers.MIXED / known_answers.LONG}
+    own["rank"] = known_answers.MIXTURES / known_answers.MIXED
+    parameters = {"key_mixture": keys, "value_mixture": values}
+    return unrotated("linformer", parameters=parameters, **own)
+
+
 SHARE = known_answers.WINDOW / known_answers.LONG
 OURS = {
     "selective": lambda: unrotated("selective"),
@@ -127,11 +153,15 @@ OURS = {
     "nsa_compression": lambda: nsa(0),
     "nsa_selection": lambda: nsa(1),
     "dsa": dsa,
+    "bigbird": bigbird,
+    "moba": moba,
+    "moba_fla": moba,
+    "linformer": linformer,
 }
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_it_gives_what_the_packages_give(name):
+def test_it_gives_what_the_others_give(name):
     expected = torch.tensor(ANSWERS[name]).double()
     torch.testing.assert_close(OURS[name](), expected, atol=2e-6, rtol=1e-5)
 
@@ -147,16 +177,69 @@ def test_gemma3_has_the_masks_of_transformers():
     torch.testing.assert_close(unrotated("gemma3", window=SHARE), known_answers.weighed(scores, v))
 
 
+def test_bigbird_draws_as_many_blocks_and_from_where_the_authors_draw():
+    """Blocks that are read besides the first two, the query's own and the two before it."""
+    blocks, heads = known_answers.ROWS, 8
+    shape = HeadShape(heads, heads, head_dim=blocks, max_length=blocks)
+    attention = AttentionConfig(geometry="bigbird", own={"block": 1 / blocks})
+    own, block = torch.arange(blocks)[:, None], torch.arange(blocks)
+    others = (block >= 2) & ((block < own - 2) | (block > own))
+    zeros = torch.zeros(1, blocks, heads, blocks).double()
+    v = torch.eye(blocks).double()[None, :, None].expand(zeros.shape)
+    drawn = []
+    for layer in range(known_answers.DRAWS // heads):
+        geometry = attention.geometry_class(attention, shape._replace(layer=layer))
+        read_HTS = geometry(zeros, zeros, v, scale=1.0)[0][0].transpose(0, 1) > 0
+        drawn.append(read_HTS & others)
+    drawn = torch.cat(drawn)
+    counts = drawn.sum(dim=-1)
+    assert (counts == counts[0]).all()
+    found = torch.cat([counts[0][:, None], drawn.any(dim=0)], dim=-1)
+    assert found.tolist() == ANSWERS["bigbird_draws"]
+
+
+SPANS = torch.tensor(known_answers.SPANS).double()
+
+
+@pytest.mark.parametrize(
+    ("geometry", "parameters"),
+    [
+        ("adaptive-span", {"span": SPANS}),
+        # Spans that do not depend on the query.
+        (
+            "dynamic-span",
+            {"weight": torch.zeros(HEADS, known_answers.HIDDEN), "bias": torch.logit(SPANS)},
+        ),
+    ],
+)
+def test_spans_mask_and_cost_what_the_authors_say(geometry, parameters):
+    out, price = attended(geometry, parameters=parameters, ramp=known_answers.RAMP)
+    expected = ANSWERS["adaptive_span"]
+    torch.testing.assert_close(out, torch.tensor(expected["out"]).double(), atol=2e-6, rtol=1e-5)
+    # Theirs is in tokens.
+    assert float(price) * known_answers.LONG == pytest.approx(expected["loss"])
+
+
+def test_every_answer_can_be_asked_for_again():
+    sources = {name: source for name, (_, _, source) in known_answers.REPOSITORIES.items()}
+    assert ANSWERS["sources"] == sources
+    assert set(ANSWERS) == {*known_answers.PACKAGES, *sources, "sources"}
+
+
 @pytest.mark.rivals
 @pytest.mark.parametrize("name", known_answers.PACKAGES)
 def test_the_packages_still_give_what_is_recorded(name):
     """Those of the extra `rivals`; a package that is missing fails."""
-    found, expected = known_answers.answer(name), ANSWERS[name]
-    if isinstance(expected, dict):
-        found, expected = list(found.values()), list(expected.values())
-    torch.testing.assert_close(
-        torch.tensor(found).double(), torch.tensor(expected).double(), atol=2e-6, rtol=1e-5
-    )
+    torch.testing.assert_close(known_answers.answer(name), ANSWERS[name], atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.rivals
+@pytest.mark.parametrize("name", known_answers.REPOSITORIES)
+def test_the_repositories_give_what_is_recorded(name):
+    """Skipped where the authors' module is not on the path."""
+    _, module, source = known_answers.REPOSITORIES[name]
+    pytest.importorskip(module, reason=f"needs {source}")
+    torch.testing.assert_close(known_answers.answer(name), ANSWERS[name], atol=2e-6, rtol=1e-5)
 
 
 def test_xpos_refuses_positions_that_it_cannot_compute():
