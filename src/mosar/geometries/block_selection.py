@@ -36,7 +36,6 @@ class BlockSelection(Chunked, Rope):
     """RoPE, and whole blocks of keys; a query always reads its own block up to itself."""
 
     family, native = "window", True
-    checked = "its law; rope where all blocks are read"
 
     @dataclass(frozen=True, kw_only=True)
     class Own(OwnSettings):
@@ -76,11 +75,13 @@ class BlockSelection(Chunked, Rope):
 class BigBird(BlockSelection):
     """A window of blocks, the first blocks and random ones; unlike the authors' form it is causal.
 
-    What is drawn for a block depends on the layer, the key head and the block alone, so that a
-    longer text changes nothing.
+    Theirs has a window on both sides and the first and the last block. A causal mask leaves of it
+    `window=2` and `first=1`; here the other two also lie before the query, so that as many blocks
+    are read. What is drawn for a block depends on the layer, the key head and the block alone, so
+    that a longer text changes nothing.
     """
 
-    source = "Zaheer et al. 2020 (BigBird)"
+    source, checked = "Zaheer et al. 2020 (BigBird)", "its law; transformers, made causal"
 
     @dataclass(frozen=True, kw_only=True)
     class Own(OwnSettings):
@@ -127,7 +128,7 @@ class MoBA(BlockSelection):
     """The blocks whose mean key fits the query best; the choice has no gradient."""
 
     adaptive = True
-    source = "Lu et al. 2025 (MoBA)"
+    source, checked = "Lu et al. 2025 (MoBA)", "its law; MoonshotAI/MoBA"
 
     @dataclass(frozen=True, kw_only=True)
     class Own(OwnSettings):

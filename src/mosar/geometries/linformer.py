@@ -5,7 +5,8 @@
     softmax over both
 
 The authors' projection mixes all tokens of a text and cannot be causal; this is the form that later
-block-compressing models use.
+block-compressing models use. Without rotation it is theirs for a single query: a projection of the
+tokens up to it, whose matrix has E for each finished block and ones for the tokens of its own.
 
 Shapes: B batch, K key/value heads, S keys, D head dim, G blocks, r mixtures of c tokens each.
 """
@@ -37,7 +38,7 @@ from mosar.geometries.rope import Rope
 class Linformer(Chunked, Rope):
     """RoPE, own block exactly, and learned mixtures of the blocks before; keys stay unrotated."""
 
-    family, checked = "window", "its law; nope where nothing is mixed or rotated"
+    family, checked = "window", "its law; linformer, query by query"
     learns = "mixtures of a block"
     source = "Wang et al. 2020 (Linformer), in a causal form"
 

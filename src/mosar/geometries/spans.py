@@ -4,7 +4,8 @@
 
 z is a span up to S, R the length of the ramp behind it; the mean share z / S is the price. After
 Sukhbaatar et al., "Adaptive Attention Span in Transformers" (2019), whose z of a head starts at 0
-and whose dynamic z_t = S sigmoid(v_h·x_t + b_h); here over RoPE, and a token reads itself.
+and whose dynamic z_t = S sigmoid(v_h·x_t + b_h); here over RoPE. d = 0 is the token itself; in
+their code it is the token before, and no key beyond S is read, not even on the ramp.
 
 Shapes: B batch, H query heads, T queries, S keys, t queries of a chunk, C hidden size.
 """
@@ -37,7 +38,7 @@ class Span(Rope):
     family, settings = "window", Rope.settings | {"cost_weight", "cost_warmup"}
     decay = "learned"
     source = "Sukhbaatar et al. 2019 (Adaptive Attention Span)"
-    checked = "its law; weights that are masked and normalised again"
+    checked = "its law; facebookresearch/adaptive-span"
 
     @dataclass(frozen=True, kw_only=True)
     class Own(OwnSettings):
