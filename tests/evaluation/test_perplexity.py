@@ -164,3 +164,26 @@ def test_a_loss_that_is_not_a_number_is_said(loaded):
         made.decoder.norm.weight.fill_(math.nan)
     with pytest.raises(ModelError, match=r"is nan at length 64 with routing soft"):
         measure(made, 64)
+
+
+def test_routings_that_are_one_operator_are_computed_once(scattered, monkeypatch):
+    made = scattered("mosar-hard")
+    passes = []
+    real = perplexity._losses
+    monkeypatch.setattr(perplexity, "_losses", lambda *a: passes.append(a[-1]) or real(*a))
+    soft, top1, sparse = measure(made, 128)
+    # One batch, and before it the same to warm up.
+    assert passes == ["sparse", "sparse"]
+    assert soft.loss == top1.loss == sparse.loss
+    assert [record.routing for record in (soft, top1, sparse)] == list(ROUTINGS)
+    # Its gates have no floor, so nothing lies outside of what is executed.
+    for record in (top1, sparse):
+        assert [layer["mean"] for layer in record.discarded_mass] == [0.0, 0.0]
+
+
+def test_a_soft_model_without_a_floor_has_two_operators(scattered, monkeypatch):
+    made = scattered("mosar", "attention.floor=0")
+    soft, top1, sparse = measure(made, 256)
+    assert soft.loss != top1.loss == sparse.loss
+    assert sparse.loss == pytest.approx(exact_loss(made, 256, "top1", monkeypatch), rel=2e-6)
+    assert all(layer["worst"] == 0.0 for layer in top1.discarded_mass)

@@ -59,6 +59,9 @@ class MassTally:
         return min(_LEAST ** (index / _BINS), self._worst)
 
     def summary(self) -> dict[str, float]:
+        """Zeros without a row: a model whose gates have no floor has no mass outside."""
+        if not self._rows:
+            return dict.fromkeys(("mean", "p95", "worst"), 0.0)
         return {
             "mean": self._sum / self._rows,
             "p95": self.percentile(0.95),

@@ -114,6 +114,12 @@ class LoadedRun:
             for geometry in self.decoder.geometries:
                 geometry.enter_mode(None)
 
+    def operator(self, routing: str) -> str:
+        """What computes a routing or mode: the routing that it is executed as, or the mode."""
+        if routing in self.geometry.modes:
+            return routing
+        return self.geometry.executed(operator_routing(routing))
+
     @property
     def device(self) -> torch.device:
         return self.decoder.embedding.weight.device

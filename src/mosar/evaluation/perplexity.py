@@ -1,7 +1,8 @@
 """Perplexity of a checkpoint at one length under its routings, and what they do.
 
 All routings see a batch before the next one is read, in turn, so that a ratio of their times holds
-whatever else the machine does. The passes that measure discarded mass are not timed.
+whatever else the machine does. The passes that measure discarded mass are not timed. Routings that
+are one operator, as in a hard model, are computed once.
 
 Shapes: B windows, T inputs each.
 """
@@ -66,9 +67,13 @@ def evaluate_length(
     **fields: Any,
 ) -> list[EvaluationRecord]:
     """One record per routing, with `fields`; `advance` is called after each batch."""
-    tallies = {routing: _tally(loaded, length) for routing in routings}
-    geometries = loaded.decoder.geometries
-    weighs = loaded.geometry.routed and set(HARD) & set(routings)
+    geometries, asked = loaded.decoder.geometries, list(routings)
+    operators = {routing: loaded.operator(routing) for routing in asked}
+    # Of the routings that are one operator, the last one stands for all.
+    routings = list({operator: routing for routing, operator in operators.items()}.values())
+    tallies = {operators[routing]: _tally(loaded, length) for routing in routings}
+    weighs = loaded.geometry.routed and set(HARD) & set(asked)
+    has_floor = loaded.operator("top1") != loaded.operator("sparse")
     masses = [MassTally() for _ in geometries] if weighs else []
     for number, (tokens, segments) in enumerate(text.batches(length)):
         if number == 0:
@@ -78,7 +83,7 @@ def evaluate_length(
                     _losses(loaded, tokens, segments, operator)
         first = number % len(routings)
         for routing in (*routings[first:], *routings[:first]):
-            tally = tallies[routing]
+            tally = tallies[operators[routing]]
             start = time.perf_counter()
             with loaded.executing(routing, length) as operator:
                 losses_BT, routed = _losses(loaded, tokens, segments, operator)
@@ -94,14 +99,20 @@ def evaluate_length(
             tally.loss.add(losses_BT)
             if tally.routing is not None:
                 tally.routing.add(routed)
-        if masses:
+        if masses and has_floor:
             with watching(cast(list[MoSAR], geometries), masses):
                 loaded.decoder(tokens[:, :-1], segment_ids=segments, routing="top1")
         advance()
     fields["length"] = length
     return [
-        _record(loaded, tally, masses if routing in HARD else [], routing=routing, **fields)
-        for routing, tally in tallies.items()
+        _record(
+            loaded,
+            tallies[operators[routing]],
+            masses if routing in HARD else [],
+            routing=routing,
+            **fields,
+        )
+        for routing in asked
     ]
 
 

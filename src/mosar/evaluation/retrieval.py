@@ -78,11 +78,13 @@ def evaluate_retrieval(
     **fields: Any,
 ) -> list[RetrievalRecord]:
     """One record per routing, with `fields`; `advance` is called after each batch."""
-    right: dict[str, list[Tensor]] = {routing: [] for routing in routings}
+    operators = {routing: loaded.operator(routing) for routing in routings}
+    right: dict[str, list[Tensor]] = {operator: [] for operator in operators.values()}
     distances = []
     for windows in questions.batches(length):
-        for routing in routings:
-            right[routing].append(answer(loaded, windows, routing).flatten())
+        # Routings that are one operator are computed once.
+        for operator, routing in {operators[r]: r for r in routings}.items():
+            right[operator].append(answer(loaded, windows, routing).flatten())
         distances.append(windows.distances.flatten())
         advance()
     reaches = loaded.geometry.reaches()
@@ -97,7 +99,7 @@ def evaluate_retrieval(
             accuracy=float(found.double().mean()),
             by_distance=by_distance(found, at, bounds),
         )
-        for routing, found in ((routing, torch.cat(parts)) for routing, parts in right.items())
+        for routing, found in ((r, torch.cat(right[operators[r]])) for r in routings)
     ]
 
 
