@@ -39,7 +39,7 @@ def commands(group=None, path=()):
 
 
 def test_help_is_complete_and_loads_no_heavy_module():
-    """In a terminal of 80 columns every command shows an example, and no summary is cut off."""
+    """In 80 columns every command shows examples, each on one line, and no summary is cut off."""
     code = (
         "import sys\n"
         "from typer.testing import CliRunner\n"
@@ -49,6 +49,8 @@ def test_help_is_complete_and_loads_no_heavy_module():
         "    assert result.exit_code == 0, result.output\n"
         "    lines = result.stdout.splitlines()\n"
         "    assert 'Example: mosar ' in result.stdout, command\n"
+        "    after = [b for a, b in zip(lines, lines[1:]) if a.startswith('  Example: ')]\n"
+        "    assert not any(after), result.stdout\n"
         "    assert not any(line.endswith('...') for line in lines[1:]), result.stdout\n"
         "heavy = {'torch', 'numpy', 'matplotlib', 'transformers', 'tokenizers', 'datasets'}\n"
         "assert not heavy & set(sys.modules)\n"

@@ -38,8 +38,9 @@ def command(
                 function(**options)
 
         # Passed in full: otherwise the list of commands cuts it to one line.
-        summary = (inspect.getdoc(function) or "").partition("\n\n")[0]
-        group.command(name, short_help=" ".join(summary.split()))(run)
+        text = inspect.getdoc(function) or ""
+        summary = " ".join(text.partition("\n\n")[0].split())
+        group.command(name, help=_unwrap_examples(text), short_help=summary)(run)
         return function
 
     return add
@@ -48,8 +49,17 @@ def command(
 def command_group(name: str, help: str) -> typer.Typer:
     """Adds a command that has subcommands."""
     group = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
-    app.add_typer(group, name=name, help=help)
+    app.add_typer(group, name=name, help=_unwrap_examples(help))
     return group
+
+
+def _unwrap_examples(text: str) -> str:
+    """Puts each example on one line, to be copied; wrapping would break it inside of an option."""
+    return "\n\n".join(
+        # \b exempts a paragraph from wrapping.
+        "\b\n" + " ".join(paragraph.split()) if paragraph.startswith("Example: ") else paragraph
+        for paragraph in text.split("\n\n")
+    )
 
 
 @contextmanager
