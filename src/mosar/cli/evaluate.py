@@ -10,7 +10,6 @@ from typer import Argument, Option
 from mosar.cli.app import command
 from mosar.cli.options import (
     Lengths,
-    MovedData,
     PredictedTokens,
     Progress,
     Step,
@@ -51,7 +50,13 @@ def evaluate(
         ),
     ] = None,
     step: Step = None,
-    data: MovedData = None,
+    data: Annotated[
+        Path | None,
+        Option(
+            help="New path of the run's dataset, if it was moved. Retrofitted models: other text "
+            "to evaluate on; sources as for mosar prepare."
+        ),
+    ] = None,
     tokens: PredictedTokens = None,
     against: Annotated[
         Path | None,
@@ -124,7 +129,7 @@ def evaluate(
     Example: mosar evaluate runs/smollm2 --lengths 2048,8192 --baseline-windows 128,512,1088
     """
     for folder in (run,) if against is None else (run, against):
-        check_run(folder)
+        check_run(folder, "mosar train or retrofit")
     check_folder_of(json)
     from mosar.integrations.retrofit.entry import is_retrofitted
     from mosar.records import append_record

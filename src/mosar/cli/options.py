@@ -86,14 +86,14 @@ Progress = Annotated[bool, Option(help="Show progress on stderr.")]
 # Commands check what they can before they import torch, which takes seconds.
 
 
-def check_run(run: Path) -> None:
-    check_folder(run, "run folder", "mosar train")
+def check_run(run: Path, command: str = "mosar train") -> None:
+    check_folder(run, "run folder", command)
 
 
 def check_model(folder: Path | None, adapter: str | None) -> None:
     """A run, an exported model or a retrofit; a base model may be a name, and is not checked."""
     if folder is not None and adapter is None:
-        check_folder(folder, "folder", "mosar train or export")
+        check_folder(folder, "folder", "mosar train, export or retrofit")
 
 
 def check_names(variant: str | None, preset: str | None) -> None:

@@ -55,7 +55,7 @@ def open_source(
         return open_retrofitted(adapter, routing, None if folder is None else str(folder))
     if folder is None:
         raise ValueError("name a model's folder, or a ready adapter with --adapter")
-    check_folder(folder, "folder", "mosar train or export")
+    check_folder(folder, "folder", "mosar train, export or retrofit")
     retrofitted = (folder / ADAPTER).exists()
     values = {} if retrofitted else _read_config(folder)
     # A run folder's configuration carries its schema, those of transformers a model_type.
