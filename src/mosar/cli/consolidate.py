@@ -8,10 +8,11 @@ from mosar.cli.options import NewFolder, Run, Step, check_run
 
 @command("consolidate", stopped="stopped; nothing was left behind")
 def consolidate(run: Run, out: NewFolder, step: Step = None) -> None:
-    """Merge the checkpoint of a run with several processes into one file, in a new run folder.
+    """Merge the parts of a checkpoint of several processes into one file, in a new run folder.
 
-    mosar evaluate and mosar train can read both run folders. Other tools expect a checkpoint in one
-    file, model.safetensors. The parameters must fit into the memory of one machine.
+    mosar evaluate and mosar train can read the old and the new run folder. Other tools expect a
+    checkpoint in one file, model.safetensors. The parameters must fit into the memory of one
+    machine.
 
     Example: mosar consolidate runs/cluster --out runs/plain
     """

@@ -42,7 +42,7 @@ def generate(
     ] = None,
     top_p: Annotated[
         float | None,
-        Option(help="Sample from the most probable tokens that sum to this probability."),
+        Option(help="Sample from the most probable tokens whose probabilities sum to this."),
     ] = None,
     seed: Annotated[
         int, Option(min=0, max=2**63 - 1, help="The same seed gives the same text.")

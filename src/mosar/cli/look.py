@@ -40,9 +40,10 @@ def look(
     view: Annotated[
         str | None,
         Option(
-            help="What the picture shows: the page's address after the #, for example "
-            "'reading?alone&token=30&layer=0'. Your browser shows it when you choose a token or a "
-            "layer. The word alone hides the other sections. By default reading?alone.",
+            help="What the picture shows: the part of the page's address after the #, for example "
+            "'reading?alone&token=30&layer=0'. The address changes in your browser when you choose "
+            "a token or a layer. The word alone hides the other sections. By default "
+            "reading?alone.",
         ),
     ] = None,
     step: Step = None,
@@ -53,8 +54,8 @@ def look(
     """Show which regime every token of a text chose: one page with text, map and attention.
 
     The page is one file and works offline. It contains only the largest attention weights, and it
-    shows how many pairs are saved. Long texts fit into memory: no tensor has the size tokens x
-    tokens.
+    shows the share of the pairs that is read. Long texts fit into memory: no tensor has the size
+    tokens x tokens.
 
     Example: mosar look runs/mosar --text article.txt --out look.html
 

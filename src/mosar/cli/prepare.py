@@ -74,7 +74,7 @@ def prepare(
         print("every file matches its checksum")
         return
     if out is None:
-        raise ValueError("--out is missing: the folder to make")
+        raise ValueError("--out is missing: the folder to create")
     manifest = preparation.prepare(
         sources or ("stdlib",),
         out,

@@ -25,9 +25,9 @@ def report(
     """Make the report of an experiment: one page, tables, figures.
 
     The page is index.html and works offline. tables.md and tables.tex contain its tables, and
-    figures/ contains its figures as .png and .svg. The same records always give the same files. For
-    each variant with routers whose run folder exists, the report also links a page of mosar look
-    that shows a fixed paragraph (in looks/).
+    figures/ contains its figures as .png and .svg. The same records always give the same files. If
+    the run folder of a variant with routers exists, looks/ contains a page of mosar look for it:
+    it shows what the tokens of a fixed paragraph chose.
 
     For one retrofitted model, or a folder of several, the command writes report.md and a figure of
     perplexity against density.
