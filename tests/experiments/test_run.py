@@ -13,7 +13,7 @@ import processes
 from evaluation.conftest import SMALL_TASK
 from mosar.cli import app
 from mosar.data.prepare import prepare
-from mosar.errors import TrainingError
+from mosar.errors import TrainingError, TrainingInterrupted
 from mosar.experiments import run as experiment_run
 from mosar.experiments import work
 from mosar.experiments.jobs import count_rest, default_threads, fitting_jobs
@@ -25,6 +25,7 @@ from mosar.records import EvaluationRecord, TrainingRecord, read_records
 from mosar.report.comparison import Comparison, Setting
 from mosar.report.curves import density_by_tokens, perplexity_by_tokens
 from mosar.report.experiment import load_experiment
+from mosar.training.learner import Learner
 from mosar.training.run_folder import locked, read_metrics
 
 STEPS = 6
@@ -208,6 +209,28 @@ def test_tasks_as_an_axis_need_no_data(tmp_path, monkeypatch):
     expected = [("rope", "native"), *(("mosar", r) for r in ("soft", "top1", "sparse"))]
     assert found == {(task, *which) for task in ("passkey", "recall") for which in expected}
     assert experiment.unfinished == []
+
+
+def test_a_signal_in_the_last_step_of_a_cell_stops_the_experiment(small, tmp_path, monkeypatch):
+    real = Learner.update
+
+    def update(self, step, stop=None):
+        line = real(self, step, stop)
+        if step == STEPS and stop is not None:  # not the steps that the forecast times
+            signal.raise_signal(signal.SIGINT)
+        return line
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Learner, "update", update)
+        with pytest.raises(TrainingInterrupted) as caught:
+            run_experiment(small("rope", "mosar"), tmp_path / "e", jobs=1, progress=False)
+    assert caught.value.exit_code == 130
+    assert [path.name for path in (tmp_path / "e" / "cells").iterdir()] == ["rope-seed0"]
+    # Its training is complete; the same command goes on with its evaluation.
+    assert (
+        len(run_experiment(small("rope", "mosar"), tmp_path / "e", jobs=1, progress=False).finished)
+        == 2
+    )
 
 
 def test_another_experiment_or_a_damaged_record_in_the_folder(small, tmp_path):

@@ -171,7 +171,9 @@ def run_cell(
     config, run = settings.config(cell), out / CELLS / cell.name
     per_step = training_work(config) // config.train.steps
     reporter = CellReporter(display, f"{label}: training", config.train.steps, per_step)
-    train(config, run, reporter=reporter)
+    stopped_by = train(config, run, reporter=reporter).signal_number
+    if stopped_by is not None:
+        raise TrainingInterrupted("stopped after the last step of a cell", stopped_by)
     display.show(f"{label}: evaluating", now=True)
     records: list[Record] = [training_record(run, cell, data=settings.data)]
     for step in (*milestones(config), config.train.steps):

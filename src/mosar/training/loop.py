@@ -65,6 +65,8 @@ class TrainResult:
     """Training loss of the last step that was logged."""
     valid_loss: float
     """Cross-entropy on the validation windows after the last step."""
+    signal_number: int | None = None
+    """A signal during the last step: the run is complete, and nothing more should begin."""
 
 
 def train(
@@ -83,12 +85,17 @@ def train(
     """
     learner, out = Learner(config, team=open_team(config)), Path(out)
     reporter = reporter or Reporter(config.train.steps, progress=progress)
-    start = train_run(learner, out, reporter, resume=resume)
-    return TrainResult(out, config.train.steps, start, *learner.last_losses)
+    start, stopped_by = train_run(learner, out, reporter, resume=resume)
+    return TrainResult(out, config.train.steps, start, *learner.last_losses, stopped_by)
 
 
-def train_run(run: Run, out: Path, reporter: Reporter, *, resume: bool = True) -> int:
-    """Trains `run` into `out`; returns the step it was resumed from, 0 if it started anew."""
+def train_run(
+    run: Run, out: Path, reporter: Reporter, *, resume: bool = True
+) -> tuple[int, int | None]:
+    """Trains `run` into `out`.
+
+    Returns the step it was resumed from, 0 if it started anew, and a signal of its last step.
+    """
     team = run.team
     if not team.is_first:
         reporter = Reporter.silent()
@@ -111,7 +118,7 @@ def train_run(run: Run, out: Path, reporter: Reporter, *, resume: bool = True) -
             link = team.from_first(lambda: _claim(run, out, start, reporter))
             _run_steps(run, out, start, stop, link, reporter)
             run.finish(out)
-    return start
+    return start, stop.signal_number
 
 
 def _run_steps(

@@ -90,7 +90,7 @@ def train_retrofit(
     if not settings.total_steps:
         return _shift(attached, windows, settings, out, base, start_from, notes)
     learner = RouterLearner(attached, windows, settings, base, start_from, notes)
-    start = train_run(learner, out, Reporter(settings.total_steps, progress=progress))
+    start, _ = train_run(learner, out, Reporter(settings.total_steps, progress=progress))
     *_, last = read_metrics(out, "valid")
     return RetrofitRun(out, settings.total_steps, start, last["density"], last["lost"])
 
