@@ -39,6 +39,7 @@ from report.synthetic import (
     make_retrieval,
     make_training,
     perplexity,
+    render,
     write_cell,
     write_experiment,
 )
@@ -232,6 +233,17 @@ def test_milestones_show_the_gap_the_mass_and_what_is_found(tmp_path):
     assert (trained.note, sparse.note) == ("as trained", "sparse")
     full = far_accuracy(make_retrieval(cell, "passkey", "sparse"), medium_reach(c))
     assert [p.y for p in sparse.points] == [pytest.approx(full / 2), pytest.approx(full)]
+
+
+def test_runs_that_were_only_executed_sparsely_have_a_page(tmp_path):
+    write_experiment(tmp_path, variants=(), benchmarks=False)
+    for variant in ("mosar", "mosar-cost"):
+        cell = Cell(variant=variant, preset="small", seed=0)
+        path = tmp_path / "records" / f"{cell.name}.jsonl"
+        append_record(path, make_training(cell))
+        append_record(path, make_evaluation(cell, 4, "sparse"))
+    page = render(Comparison(load_experiment(tmp_path)))
+    assert "Support density" in page
 
 
 def test_of_a_grid_without_plain_cells_the_papers_point_is_compared(tmp_path):

@@ -104,9 +104,11 @@ def _best(c: Comparison) -> str:
         return ""
     found = {name: c.estimate(Setting(name, c.longest)) for name in c.evaluated}
     estimates = {name: estimate for name, estimate in found.items() if estimate}
+    if len(estimates) < 2:
+        return ""
     # A seed makes all variants better or worse alike.
     shared = set.intersection(*(set(estimate.values) for estimate in estimates.values()))
-    if len(estimates) < 2 or not shared:
+    if not shared:
         return ""
     means = {
         name: statistics.fmean(estimate.values[seed] for seed in shared)
