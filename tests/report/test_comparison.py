@@ -30,7 +30,7 @@ from mosar.report.experiment import load_experiment
 from mosar.report.formats import setting
 from mosar.report.sections import all_items, make_sections
 from mosar.report.summary import abstract
-from mosar.report.tables import change_table
+from mosar.report.tables import change_table, retrieval_table
 from report.synthetic import (
     ALL,
     compare,
@@ -163,6 +163,11 @@ def test_figures_along_an_axis(tmp_path):
             (math.exp(losses["sparse", seed] - losses["soft", seed]) - 1) * 100 for seed in (0, 1)
         ]
         assert point.x == float(place) and point.y == pytest.approx(statistics.fmean(gaps))
+    rows = [[cell.text for cell in row] for row in retrieval_table(c, of_grid=True).rows]
+    assert [row[:4] for row in rows if row[1:3] == ["sparse", "passkey"]] == [
+        ["MoSAR, attention.barrier=4.0", "sparse", "passkey", "4×"],
+        ["MoSAR, attention.barrier=6.0", "sparse", "passkey", "4×"],
+    ]
     trained, sparse = charts["far_passkey"].series
     assert (trained.note, sparse.note) == ("as trained", "sparse")
     beyond = medium_reach(c)

@@ -324,6 +324,9 @@ def _axes(c: Comparison) -> Iterator[Item]:
             yield from axis_charts(c, key)
         elif len(points) == 1:
             yield Text(f"Along {key} there is only one value so far.", "missing")
+    found = retrieval_table(c, of_grid=True)
+    if found.rows:
+        yield found
 
 
 def _speed(c: Comparison) -> Iterator[Item]:

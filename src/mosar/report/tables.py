@@ -452,24 +452,28 @@ def claims_table(judged: list[tuple[Claim, Finding]]) -> Table:
     )
 
 
-def retrieval_table(c: Comparison) -> Table:
-    """Accuracy of the synthetic tasks, over all and from far away."""
+def retrieval_table(c: Comparison, *, of_grid: bool = False) -> Table:
+    """Accuracy of the synthetic tasks, over all and from far away; of a grid, of each point."""
     beyond = medium_reach(c)
     limit = "every reach but the global one" if beyond is None else f"{beyond:g} tokens"
-    found: dict[tuple[str, float, str, str], dict[int, tuple[float, float | None]]] = {}
-    for record in c.retrievals:
-        key = (record.task, factor_of(record), record.cell.variant, record.routing)
+    found: dict[tuple[str, float, str, str, str], dict[int, tuple[float, float | None]]] = {}
+    for record in c.experiment.retrievals if of_grid else c.retrievals:
+        grid = {key: value for key, value in record.cell.grid.items() if key != "data.task"}
+        point = ", ".join(f"{key}={value}" for key, value in grid.items()) if of_grid else ""
+        if of_grid and not point:
+            continue
+        key = (record.task, factor_of(record), record.cell.variant, point, record.routing)
         far = far_accuracy(record, beyond)
         found.setdefault(key, {})[record.cell.seed] = (record.accuracy, far)
     order = list(c.looks)
     rows, keys = [], []
-    for key in sorted(found, key=lambda k: (k[0], k[1], order.index(k[2]), k[3])):
-        task, factor, variant, routing = key
+    for key in sorted(found, key=lambda k: (*k[:2], order.index(k[2]), *k[3:])):
+        task, factor, variant, point, routing = key
         overall = Estimate({seed: pair[0] for seed, pair in sorted(found[key].items())})
         far = {seed: p[1] for seed, p in sorted(found[key].items()) if p[1] is not None}
         rows.append(
             (
-                _plain(c.looks[variant].label),
+                _plain(c.looks[variant].label + (f", {point}" if point else "")),
                 _plain(routing),
                 _plain(task),
                 _plain(times(factor), factor),
@@ -479,8 +483,8 @@ def retrieval_table(c: Comparison) -> Table:
         )
         keys.append(variant)
     return Table(
-        name="retrieval",
-        title="Retrieval",
+        name="grid-retrieval" if of_grid else "retrieval",
+        title="Retrieval along the grid" if of_grid else "Retrieval",
         caption="Share of right answers: over all, and of those whose target is farther away than "
         f"{limit}.",
         columns=(
