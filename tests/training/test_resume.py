@@ -104,8 +104,13 @@ def test_a_second_signal_does_not_wait(config, tmp_path, monkeypatch):
             signal.raise_signal(signal.SIGINT)
 
     at_step(monkeypatch, 5, again_and_again)
-    with pytest.raises(KeyboardInterrupt):
-        train(config, tmp_path / "run", progress=False)
+    # A shell lets its background jobs ignore Ctrl-C, and these tests may be one.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            train(config, tmp_path / "run", progress=False)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert steps(tmp_path / "run") == [3]
 
 
