@@ -1,5 +1,6 @@
 """The most memory that an update really holds, as the allocator's events tell it."""
 
+import gc
 from itertools import accumulate
 
 from torch.profiler import profile
@@ -16,6 +17,8 @@ def peak_of_update(learner: Learner) -> int:
     learner.optimizer.zero_grad(set_to_none=True)
     state = [t for entries in learner.optimizer.state.values() for t in entries.values()]
     held = sum(local(tensor).nbytes for tensor in (*learner.names, *state))
+    # What earlier models left must not go away meanwhile.
+    gc.collect()
     with profile(profile_memory=True) as seen:
         learner.update(2, StopRequest())
     assert seen.profiler is not None
