@@ -146,6 +146,7 @@ def test_ticks_are_round_and_inside():
     assert [label for _, label in ticks(0, 1)] == ["0.0", "0.2", "0.4", "0.6", "0.8", "1.0"]
     assert [label for _, label in ticks(3, 480, log=True)] == ["3", "10", "30", "100", "300"]
     assert [label for _, label in ticks(32.1, 34.2, log=True)] == ["32.5", "33", "33.5", "34"]
+    assert [label for _, label in ticks(94, 151, log=True)] == [f"{n}" for n in range(100, 151, 10)]
     assert [label for _, label in ticks(-35, 5, unit=" %")] == [*("−30 %", "−20 %", "−10 %", "0 %")]
     for log, low, high in (
         *((False, 0.013, 0.014), (False, -31.0, 95.0), (False, 1e-6, 3e-6), (False, 5, 5.0001)),

@@ -369,8 +369,12 @@ _MANTISSAS = ((1,), (1, 3), (1, 2, 5), (1, 2, 3, 5))
 def tick_levels(low: float, high: float, *, log: bool = False, unit: str = "") -> Iterator[Ticks]:
     """Round numbers in [low, high] with their labels, from few to many."""
     for level in range(40):
-        if log:
-            finer = level - len(_MANTISSAS)
+        finer = level - len(_MANTISSAS)
+        if log and finer >= 0 and high < 10 * low:
+            # Within a decade equal steps are easier to read than those of each decade.
+            step = _step(finer, math.ceil(math.log10(high - low)))
+            found, decimals = _regular(step, low, high), None
+        elif log:
             mantissas = _MANTISSAS[level] if finer < 0 else _regular(_step(finer, 0), 1, 10)[:-1]
             decades = range(math.floor(math.log10(low)), math.floor(math.log10(high)) + 1)
             values = [m * 10.0**d for d in decades for m in mantissas]
