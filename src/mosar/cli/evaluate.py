@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -181,6 +182,9 @@ def _evaluate_retrofit(
     from mosar.cli.report import report_retrofit
     from mosar.integrations.retrofit.evaluator import ROUNDS, evaluate_folder
 
+    if windows is not None:
+        # It draws their frontier; a long evaluation must not fail at its end for want of it.
+        import_module("matplotlib")
     records = evaluate_folder(
         folder,
         windows=() if windows is None else numbers("--baseline-windows", windows),

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from typer.testing import CliRunner
 
 from integrations.retrofit.models import GEOMETRY, tiny_model
 from mosar.cli import app
-from mosar.integrations.retrofit import load_retrofitted
+from mosar.integrations.retrofit import evaluator, load_retrofitted
 from mosar.integrations.retrofit.adapter import read_description
 from mosar.records import RetrofitEvaluation, RetrofitNeedles, RetrofitSpeed, read_records
 
@@ -281,6 +282,13 @@ def test_wrong_use_is_one_line(base, tmp_path, monkeypatch, change, code, messag
     assert result.exit_code == code
     assert message in " ".join(result.stderr.replace("│", "").split())
     assert not (tmp_path / "out" / "adapter.json").exists()
+
+
+def test_a_missing_extra_is_said_before_the_evaluation(retrofitted, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(evaluator, "evaluate_folder", lambda *a, **k: pytest.fail("too late"))
+    result = run("evaluate", retrofitted[0], "--baseline-windows", "4,24")
+    assert result.exit_code == 1 and "matplotlib, which is not installed" in result.stderr
 
 
 def test_a_missing_model_is_one_line(tmp_path):

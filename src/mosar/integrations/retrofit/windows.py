@@ -136,7 +136,8 @@ def _token_documents(
     for document in read_documents(found, ReadReport(), text_field=text_field):
         tokens: list[int] = []
         for piece in document.pieces:
-            tokens += tokenizer.encode(piece, add_special_tokens=False)
+            # Not verbose: a document may be longer than the context of the model.
+            tokens += tokenizer.encode(piece, add_special_tokens=False, verbose=False)
         if last is not None:
             tokens.append(last)
         yield np.array(tokens, dtype=np.int64)
