@@ -90,6 +90,16 @@ def test_the_report_says_how_much_smaller_the_gap_is(runs):
     assert (runs / "frontier.png").exists()
 
 
+def test_the_report_has_the_density_law_of_three_lengths(tmp_path):
+    law = {1000: 0.1 + 200 / 1001, 2000: 0.1 + 200 / 2001, 4000: 0.1 + 200 / 4001}
+    sparse = [routed("sparse", d, 2.05, adapter="a", length=n) for n, d in law.items()]
+    write_run(tmp_path / "one", "a", [DENSE, *sparse])
+    report = write_retrofit_report(tmp_path / "one").read_text()
+    assert "| one | 1,000 to 4,000 | 100.0 | 0.1000 | 0.0 % | 0.1061 | 0.1015 |" in report
+    write_run(tmp_path / "two", "a", [DENSE, *sparse[:2]])
+    assert "density law" not in write_retrofit_report(tmp_path / "two").read_text()
+
+
 def test_layers_without_routers_keep_their_numbers(tmp_path):
     two = {"layer_density": [[0.1], [0.2]], "layer_lost": [[0.1], [0.1]], "adapter": "a"}
     write_run(tmp_path, "a", [DENSE, routed("sparse", 0.1, 2.05, **two)])

@@ -17,6 +17,7 @@ from typing import Any
 from mosar.errors import DamagedFile
 from mosar.files import parse_json, unsealed
 from mosar.records import RetrofitEvaluation, RetrofitNeedles, RetrofitSpeed, read_records
+from mosar.report.density_law import PREDICTED, fit_density_law, law_cells
 from mosar.report.markup import markdown
 
 DESCRIPTION, RECORDS = "adapter.json", "evaluations/retrofit.jsonl"
@@ -139,13 +140,14 @@ def write_retrofit_report(folder: Path) -> Path:
 
 
 def retrofit_markdown(runs: Sequence[RetrofittedRun], *, figure: bool = False) -> str:
-    """Tables of perplexity, density, lost attention, frontier, times, cache; layers of one run."""
+    """Tables of perplexity, density and its law, frontier, times, cache; layers of one run."""
     base = runs[0].description["base"]
     parts = [
         f"# {markdown(Path(base['source']).name or base['architecture'])}, retrofitted\n",
         _intro(runs[0].description),
         _perplexity(_of_one_text(runs)),
         _frontier_table(runs, figure),
+        _density_law(_of_one_text(runs)),
         _speed(runs),
         *(_needles(run, len(runs) > 1) for run in runs),
     ]
@@ -236,6 +238,30 @@ def _frontier_table(runs: Sequence[RetrofittedRun], figure: bool) -> str:
     ]
     image = [f"\n![Perplexity gap against density]({FIGURE})"] if figure else []
     return "\n".join((head + lines if lines else head[:1]) + image) + "\n"
+
+
+def _density_law(runs: Sequence[RetrofittedRun]) -> str:
+    lines = []
+    for run in runs:
+        counted = {r.length: r.density for r in run.records if r.routing == "sparse"}
+        law = fit_density_law(counted)
+        if law is not None:
+            cells = " | ".join(cell.text for cell in law_cells(law))
+            span = f"{min(counted):,} to {max(counted):,}"
+            lines.append(f"| {markdown(run.name)} | {span} | {cells} |")
+    if not lines:
+        return ""
+    head = [
+        "## The density law\n",
+        "Fitted to the densities above: a query reads w keys at any length, and a share c of all "
+        "pairs. If c is not 0, the cost is quadratic in the end. Error: the largest where it was "
+        "fitted. Densities at longer lengths are predicted, not counted.\n",
+        "| run | fitted to | w | c | error | "
+        + " | ".join(f"{length:,}" for length in PREDICTED)
+        + " |",
+        "|---|---|" + "---:|" * (3 + len(PREDICTED)),
+    ]
+    return "\n".join(head + lines) + "\n"
 
 
 def _speed(runs: Sequence[RetrofittedRun]) -> str:

@@ -28,6 +28,7 @@ from mosar.report.curves import (
     validation_curves,
     validation_delta,
 )
+from mosar.report.density_law import law_table
 from mosar.report.diagram import Diagram, decoder_diagram
 from mosar.report.formats import listed, plural, setting, slug, times
 from mosar.report.length_charts import (
@@ -272,6 +273,7 @@ def _sparse(c: Comparison) -> Iterator[Item]:
     if not table.rows:
         return
     yield table
+    yield from filter(None, [law_table(c)])
     yield from _shown([gap_by_length(c)])
     masses = ((c.looks[variant].label, discarded_mass(c, variant)) for variant in c.routed)
     missing = Text("The discarded mass was not measured.", "missing")
