@@ -30,7 +30,7 @@ from mosar.report.experiment import load_experiment
 from mosar.report.formats import setting
 from mosar.report.sections import all_items, make_sections
 from mosar.report.summary import abstract
-from mosar.report.tables import change_table, retrieval_table
+from mosar.report.tables import axis_table, change_table, retrieval_table
 from report.synthetic import (
     ALL,
     compare,
@@ -163,6 +163,15 @@ def test_figures_along_an_axis(tmp_path):
             (math.exp(losses["sparse", seed] - losses["soft", seed]) - 1) * 100 for seed in (0, 1)
         ]
         assert point.x == float(place) and point.y == pytest.approx(statistics.fmean(gaps))
+    # The table has the figures of the charts.
+    table = axis_table(c, key)
+    assert table in all_items(make_sections(c))
+    texts = [tuple(cell.text for cell in row[:2]) for row in table.rows]
+    assert texts == [("MoSAR, " + b, n) for b in ("4", "6") for n in ("1×", "4×")]
+    for at, chart in ((2, "perplexity"), (5, "gap"), (6, "density"), (7, "discarded_mass")):
+        near, far = (series.points for series in charts[chart].series)
+        in_order = [near[0], far[0], near[1], far[1]]
+        assert [row[at].sort for row in table.rows] == [pytest.approx(p.y) for p in in_order]
     rows = [[cell.text for cell in row] for row in retrieval_table(c, of_grid=True).rows]
     assert [row[:4] for row in rows if row[1:3] == ["sparse", "passkey"]] == [
         ["MoSAR, attention.barrier=4.0", "sparse", "passkey", "4×"],

@@ -51,6 +51,7 @@ from mosar.report.speed_tables import benchmark_table, decode_table, training_sp
 from mosar.report.support import SupportGrid, fixed_grids, median_layer, routed_grids
 from mosar.report.tables import (
     Table,
+    axis_table,
     change_table,
     claims_table,
     gap_table,
@@ -273,7 +274,7 @@ def _sparse(c: Comparison) -> Iterator[Item]:
     if not table.rows:
         return
     yield table
-    yield from filter(None, [law_table(c)])
+    yield from (law for law in [law_table(c)] if law is not None)
     yield from _shown([gap_by_length(c)])
     masses = ((c.looks[variant].label, discarded_mass(c, variant)) for variant in c.routed)
     missing = Text("The discarded mass was not measured.", "missing")
@@ -324,6 +325,7 @@ def _axes(c: Comparison) -> Iterator[Item]:
     for key, points in c.axes.items():
         if len(points) >= least:
             yield from axis_charts(c, key)
+            yield from (table for table in [axis_table(c, key)] if table.rows)
         elif len(points) == 1:
             yield Text(f"Along {key} there is only one value so far.", "missing")
     found = retrieval_table(c, of_grid=True)

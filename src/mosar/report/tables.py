@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from mosar.core.config import MoSARConfig
 from mosar.core.regimes import pair_geometry
-from mosar.records import EvaluationRecord
+from mosar.records import Cell, EvaluationRecord
 from mosar.report.claims import Claim, far_accuracy, found_from_far, medium_reach
 from mosar.report.comparison import (
     BASELINE,
@@ -29,7 +29,9 @@ from mosar.report.formats import (
     number,
     percent,
     perplexity,
+    setting,
     share,
+    slug,
     times,
 )
 from mosar.report.paper import (
@@ -527,6 +529,49 @@ def change_table(c: Comparison) -> Table:
         rows=tuple(rows),
         keys=tuple(keys),
     )
+
+
+def axis_table(c: Comparison, key: str) -> Table:
+    """The figures of the charts along an axis of a grid: every value at the ends of the lengths."""
+    shown = list(dict.fromkeys([*c.factors[:1], *c.factors[-1:]]))
+    rows, keys = [], []
+    for variant in c.looks:
+        for value, by_variant in c.axes[key]:
+            cells = by_variant.get(variant, [])
+            for factor in shown:
+                figures = _axis_figures(c, cells, factor)
+                if any(cell.text != MISSING for cell in figures):
+                    name = f"{c.looks[variant].label}, {setting(value)}"
+                    rows.append((_plain(name), _plain(times(factor), factor), *figures))
+                    keys.append(variant)
+    return Table(
+        name=slug(f"along-{key}"),
+        title=f"Along {key}",
+        caption="Perplexity of the routing that was trained, of top-1 and of sparse routing; what "
+        "sparse execution costs against the first, within each seed; the exact density; and the "
+        "share of top-1's attention that sparse execution discards, mean over the layers.",
+        columns=(
+            *(Column(name, numeric=False) for name in (f"variant, {key}", "length")),
+            *(Column(name, "perplexity") for name in ("as trained", "top-1", "sparse", "gap")),
+            Column("density ρ"),
+            Column("discarded mass"),
+        ),
+        rows=tuple(rows),
+        keys=tuple(keys),
+    )
+
+
+def _axis_figures(c: Comparison, cells: list[Cell], factor: float) -> list[TableCell]:
+    own, top1, sparse = (
+        c.along_axis(cells, factor, routing, perplexity_of) for routing in (None, "top1", "sparse")
+    )
+    mass = (c.along_axis(cells, factor, routing, mean_mass) for routing in ("sparse", "top1"))
+    return [
+        *(_cell(estimate, perplexity) for estimate in (own, top1, sparse)),
+        _cell(relative_percent(sparse, own), percent),
+        _cell(c.density_of(cells, factor), _four_share),
+        _cell(next(filter(None, mass), None), share),
+    ]
 
 
 def mode_table(c: Comparison) -> Table:
