@@ -28,9 +28,10 @@ from mosar.report.curves import (
 )
 from mosar.report.experiment import load_experiment
 from mosar.report.formats import setting
+from mosar.report.grid_tables import axis_table, change_table
 from mosar.report.sections import all_items, make_sections
 from mosar.report.summary import abstract
-from mosar.report.tables import axis_table, change_table, retrieval_table
+from mosar.report.tables import retrieval_table
 from report.synthetic import (
     ALL,
     compare,

@@ -16,7 +16,7 @@ LENGTHS = (256, 1024, 2048, 8192)
 
 @pytest.mark.parametrize(("keys", "constant"), [(40.0, 0.01), (300.0, 0.13), (25.0, 0.0)])
 def test_a_law_is_found_again(keys, constant):
-    law = DensityLaw(keys, constant, 0.0)
+    law = DensityLaw(keys, constant)
     found = fit_density_law({length: law.density(length) for length in LENGTHS})
     assert found is not None
     assert (found.keys, found.share) == (pytest.approx(keys), pytest.approx(constant, abs=1e-12))
@@ -50,12 +50,15 @@ def test_nothing_negative_is_fitted(counted, zero):
 def test_two_lengths_make_no_law_and_no_density_exceeds_one():
     assert fit_density_law({512: 0.2, 1024: 0.1}) is None
     assert fit_density_law({512: 0.2, 1024: 0.1, 2048: 0.0}) is None
-    assert DensityLaw(100.0, 0.5, 0.0).density(16) == 1.0
+    # Where all pairs are read, nothing is fitted, and the law does not say so.
+    law = fit_density_law({64: 1.0, 512: 0.2, 1024: 0.1, 2048: 0.05})
+    assert law is not None and law.lengths == (512, 1024, 2048)
+    assert DensityLaw(100.0, 0.5).density(16) == 1.0
 
 
 def test_the_farthest_length_checks_the_law(tmp_path):
     cell = Cell(variant="mosar", preset="small", seed=0)
-    law = DensityLaw(20.0, 0.002, 0.0)
+    law = DensityLaw(20.0, 0.002)
     made = {
         factor: make_evaluation(cell, factor, "sparse") for factor in (1.0, 2.0, 16.0, 32.0, 64.0)
     }
@@ -67,7 +70,7 @@ def test_the_farthest_length_checks_the_law(tmp_path):
         append_record(tmp_path / "records/mosar.jsonl", record)
     c = Comparison(load_experiment(tmp_path))
     table = law_table(c)
-    assert table is not None and table.keys == ("mosar",)
+    assert table.keys == ("mosar",)
     tokens = made[64.0].length
     assert [cell.text for cell in table.rows[0][1:5]] == ["1× to 16×", "20.0", "0.0020", "0.0 %"]
     assert [cell.text for cell in table.rows[0][-3:]] == [

@@ -162,6 +162,9 @@ def test_command_shows_the_main_table_and_the_path(tmp_path):
     assert result.exit_code == 0, result.output
     assert f"The report: {folder / 'report' / 'index.html'}" in result.stdout
     assert "ALiBi" in result.stdout and "vs RoPE" in result.stdout
+    # What comes next; with three seeds there is nothing to add.
+    assert "browser" in result.stdout and "--seeds 3" in result.stdout
+    assert "--seeds" not in run("report", small(tmp_path / "three", seeds=(0, 1, 2))).stdout
     # Equal records give equal files.
     assert files(folder / "report") == files(elsewhere)
 

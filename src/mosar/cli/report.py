@@ -49,7 +49,7 @@ def report(
 
 
 def report_experiment(folder: Path, out: Path | None = None) -> None:
-    """Writes the report of an experiment folder; prints its main table and its path."""
+    """Writes the report of an experiment folder; prints its main table, its path, what is next."""
     import sys
 
     from rich.console import Console
@@ -69,6 +69,9 @@ def report_experiment(folder: Path, out: Path | None = None) -> None:
     if experiment.evaluations:
         console.print(main_table_renderable(experiment, console.width))
     print(f"The report: {page}")
+    print("Open it in a browser; it works offline.")
+    if experiment.evaluations and len({cell.seed for cell in experiment.cells}) == 1:
+        print("One seed gives directions and no verdicts: add --seeds 3 to mosar reproduce.")
 
 
 def _keep_looks(experiment: Experiment) -> None:

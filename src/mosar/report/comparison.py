@@ -149,6 +149,11 @@ class Comparison:
         return sorted({factor for _, factor, _ in self._records})
 
     @property
+    def ends(self) -> list[float]:
+        """The shortest and the longest of them."""
+        return list(dict.fromkeys([*self.factors[:1], *self.factors[-1:]]))
+
+    @property
     def longest(self) -> float | None:
         return self.factors[-1] if self.factors else None
 
@@ -329,11 +334,23 @@ class Comparison:
 
     def density_of(self, cells: Iterable[Cell], factor: float) -> Estimate | None:
         """The exact density of some cells of one variant."""
-        for routing in ("sparse", "top1", None):
-            found = self.along_axis(cells, factor, routing, lambda record: record.density)
-            if found is not None:
-                return found
-        return None
+        return self._discrete(cells, factor, lambda record: record.density)
+
+    def mass_of(self, cells: Iterable[Cell], factor: float) -> Estimate | None:
+        """The discarded mass of some cells of one variant, mean over layers."""
+        return self._discrete(cells, factor, mean_mass)
+
+    def gap_of(self, cells: Iterable[Cell], factor: float) -> Estimate | None:
+        """What sparse execution costs some cells of one variant, percent of perplexity."""
+        cells = list(cells)
+        sparse, own = (self.along_axis(cells, factor, r, perplexity_of) for r in ("sparse", None))
+        return relative_percent(sparse, own)
+
+    def _discrete(self, cells: Iterable[Cell], factor: float, value: Value) -> Estimate | None:
+        """An evaluation may have measured it under one routing only."""
+        cells = list(cells)
+        found = (self.along_axis(cells, factor, r, value) for r in ("sparse", "top1", None))
+        return next((estimate for estimate in found if estimate is not None), None)
 
     def _configured(self, cell: Cell, key: str) -> Any:
         """The value a cell was trained with; without that record, the one that its grid names."""

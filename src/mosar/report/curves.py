@@ -13,7 +13,6 @@ from mosar.records import (
     AttentionBenchmark,
     Cell,
     DecodeBenchmark,
-    EvaluationRecord,
     RetrievalRecord,
 )
 from mosar.report.charts import DASHED, DOTTED, Chart, Mark, Point, Series, cap_of, point, points
@@ -32,6 +31,7 @@ from mosar.report.comparison import (
 from mosar.report.formats import percent, perplexity, setting, share, times
 from mosar.report.palette import Look, sequence_looks
 
+_GAP = "gap of sparse execution"
 # A figure of the cells of one variant at a point of an axis.
 Along = Callable[[list[Cell]], Estimate | None]
 
@@ -100,7 +100,7 @@ def gap_by_tokens(c: Comparison, factor: float) -> Chart:
 
     name, title = f"gap_by_tokens_{factor:g}x", f"Sparse against soft routing at {times(factor)}"
     options = {"unit": " %", "line_at": 0.0}
-    return _by_tokens(c, name, title, "perplexity", {"": gaps}, percent, **options)
+    return _by_tokens(c, name, title, _GAP, {"": gaps}, percent, **options)
 
 
 def mass_by_tokens(c: Comparison, factor: float) -> Chart:
@@ -367,36 +367,22 @@ def axis_charts(c: Comparison, key: str) -> list[Chart]:
 
     def at_lengths(figure: Callable[[list[Cell], float], Estimate | None]) -> dict[str, Along]:
         """At the training length and at the longest."""
-        lengths = dict.fromkeys([*c.factors[:1], *c.factors[-1:]])
-        return {times(f): lambda cells, f=f: figure(cells, f) for f in lengths}
-
-    def discrete(value: Callable[[EvaluationRecord], float | None]) -> dict[str, Along]:
-        """An evaluation may have measured it under one of the two routings only."""
-        return at_lengths(
-            lambda cells, f: (
-                c.along_axis(cells, f, "sparse", value) or c.along_axis(cells, f, "top1", value)
-            )
-        )
-
-    def gap(cells: list[Cell], factor: float) -> Estimate | None:
-        sparse, soft = (c.along_axis(cells, factor, r, perplexity_of) for r in ("sparse", "soft"))
-        return relative_percent(sparse, soft)
+        return {times(f): lambda cells, f=f: figure(cells, f) for f in c.ends}
 
     own = at_lengths(lambda cells, f: c.along_axis(cells, f, None, perplexity_of))
     charts = [
         axis_chart(c, key, "perplexity", "perplexity", own, perplexity, y_log=True),
         axis_chart(
-            *(c, key, "gap", "gap of sparse execution", at_lengths(gap), percent),
+            *(c, key, "gap", _GAP, at_lengths(c.gap_of), percent),
             about="Perplexity executed sparsely against soft routing of the same run. ",
             unit=" %",
             line_at=0.0,
         ),
         axis_chart(
-            *(c, key, "discarded_mass", "discarded mass", discrete(mean_mass), share), y_zero=True
+            *(c, key, "discarded_mass", "discarded mass", at_lengths(c.mass_of), share), y_zero=True
         ),
         axis_chart(
-            *(c, key, "density", "support density ρ", discrete(lambda r: r.density), share),
-            y_zero=True,
+            *(c, key, "density", "support density ρ", at_lengths(c.density_of), share), y_zero=True
         ),
         *_found_along(c, key),
     ]

@@ -27,8 +27,10 @@ class DensityLaw:
     """w, the keys that a query reads at any length."""
     share: float
     """c, of all causal pairs."""
-    error: float
-    """The largest relative error where it was fitted."""
+    lengths: tuple[int, ...] = ()
+    """Those that it was fitted to, in tokens."""
+    error: float = 0.0
+    """The largest relative error there."""
 
     def density(self, length: int) -> float:
         return min(1.0, 2 * self.keys / (length + 1) + self.share)
@@ -52,35 +54,16 @@ def fit_density_law(counted: Mapping[int, float]) -> DensityLaw | None:
         keys, constant = a / aa, 0.0
     elif keys < 0:
         keys, constant = 0.0, b / bb
-    law = DensityLaw(keys, constant, 0.0)
+    law = DensityLaw(keys, constant)
     error = max(abs(law.density(length) / density - 1) for length, density in counted.items())
-    return DensityLaw(keys, constant, error)
+    return DensityLaw(keys, constant, tuple(sorted(counted)), error)
 
 
-def law_table(c: Comparison) -> Table | None:
+def law_table(c: Comparison) -> Table:
     """The law of each variant with routers that was counted at three lengths or more."""
-    if c.train_length is None:
-        return None
-    rows, keys = [], []
-    for variant in c.routed:
-        found = {factor: exact_density(c, variant, factor) for factor in c.factors}
-        counted = {factor: value.mean for factor, value in found.items() if value is not None}
-        fitted = [factor for factor in counted if factor <= FITTED_UP_TO]
-        law = fit_density_law({round(f * c.train_length): counted[f] for f in fitted})
-        if law is None:
-            continue
-        farthest = max(counted)
-        checked = [TableCell(MISSING)] * 3
-        if farthest not in fitted:
-            length = round(farthest * c.train_length)
-            pair = law.density(length), counted[farthest]
-            checked = [TableCell(f"{length:,}", length), *(TableCell(share(x, 4), x) for x in pair)]
-        span = f"{times(min(fitted))} to {times(max(fitted))}"
-        label = c.looks[variant].label
-        rows.append((TableCell(label, label), TableCell(span, span), *law_cells(law), *checked))
-        keys.append(variant)
-    if not rows:
-        return None
+    length = c.train_length
+    found = {variant: _law_row(c, variant, length) for variant in c.routed} if length else {}
+    rows = {variant: row for variant, row in found.items() if row is not None}
     return Table(
         name="density_law",
         title="The density law",
@@ -95,9 +78,25 @@ def law_table(c: Comparison) -> Table | None:
             *(Column(f"{length:,}", "predicted density") for length in PREDICTED),
             *(Column(name, "check") for name in ("tokens", "predicted", "counted")),
         ),
-        rows=tuple(rows),
-        keys=tuple(keys),
+        rows=tuple(rows.values()),
+        keys=tuple(rows),
     )
+
+
+def _law_row(c: Comparison, variant: str, train_length: int) -> tuple[TableCell, ...] | None:
+    found = {factor: exact_density(c, variant, factor) for factor in c.factors}
+    counted = {round(f * train_length): rho.mean for f, rho in found.items() if rho is not None}
+    most = FITTED_UP_TO * train_length
+    law = fit_density_law({n: density for n, density in counted.items() if n <= most})
+    if law is None:
+        return None
+    checked, farthest = [TableCell(MISSING)] * 3, max(counted)
+    if farthest > most:
+        pair = law.density(farthest), counted[farthest]
+        checked = [TableCell(f"{farthest:,}", farthest), *(TableCell(share(x, 4), x) for x in pair)]
+    span = " to ".join(times(law.lengths[end] / train_length) for end in (0, -1))
+    label = c.looks[variant].label
+    return TableCell(label, label), TableCell(span, span), *law_cells(law), *checked
 
 
 def law_cells(law: DensityLaw) -> list[TableCell]:

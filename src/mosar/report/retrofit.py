@@ -247,7 +247,7 @@ def _density_law(runs: Sequence[RetrofittedRun]) -> str:
         law = fit_density_law(counted)
         if law is not None:
             cells = " | ".join(cell.text for cell in law_cells(law))
-            span = f"{min(counted):,} to {max(counted):,}"
+            span = f"{law.lengths[0]:,} to {law.lengths[-1]:,}"
             lines.append(f"| {markdown(run.name)} | {span} | {cells} |")
     if not lines:
         return ""

@@ -31,6 +31,7 @@ from mosar.report.curves import (
 from mosar.report.density_law import law_table
 from mosar.report.diagram import Diagram, decoder_diagram
 from mosar.report.formats import listed, plural, setting, slug, times
+from mosar.report.grid_tables import axis_table, change_table
 from mosar.report.length_charts import (
     delta_by_length,
     density_by_length,
@@ -51,8 +52,6 @@ from mosar.report.speed_tables import benchmark_table, decode_table, training_sp
 from mosar.report.support import SupportGrid, fixed_grids, median_layer, routed_grids
 from mosar.report.tables import (
     Table,
-    axis_table,
-    change_table,
     claims_table,
     gap_table,
     main_table,
@@ -172,8 +171,9 @@ def all_tables(sections: Iterable[Section]) -> list[Table]:
     return [item for item in found if isinstance(item, Table)]
 
 
-def _shown(charts: Iterable[Chart | Bars]) -> list[Chart | Bars]:
-    return [chart for chart in charts if not chart.empty]
+def _shown(items: Iterable[Chart | Bars | Table]) -> list[Item]:
+    """Those that have something to show."""
+    return [item for item in items if not item.empty]
 
 
 def _results(c: Comparison) -> Iterator[Item]:
@@ -271,11 +271,10 @@ def _looks(c: Comparison) -> Iterator[Item]:
 
 def _sparse(c: Comparison) -> Iterator[Item]:
     table = sparse_table(c)
-    if not table.rows:
+    if table.empty:
         return
     yield table
-    yield from (law for law in [law_table(c)] if law is not None)
-    yield from _shown([gap_by_length(c)])
+    yield from _shown([law_table(c), gap_by_length(c)])
     masses = ((c.looks[variant].label, discarded_mass(c, variant)) for variant in c.routed)
     missing = Text("The discarded mass was not measured.", "missing")
     yield from _switch("mass", "variant", masses) or [missing]
@@ -317,27 +316,23 @@ def _retrieval(c: Comparison) -> Iterator[Item]:
 
 def _axes(c: Comparison) -> Iterator[Item]:
     if c.changes:
-        ends = dict.fromkeys([*c.factors[:1], *c.factors[-1:]])
-        yield from _shown(change_chart(c, factor) for factor in ends)
+        yield from _shown(change_chart(c, factor) for factor in c.ends)
         yield change_table(c)
     # Of several axes, those with two values are in the table above.
     least = 3 if len(c.axes) > 1 and c.changes else 2
     for key, points in c.axes.items():
         if len(points) >= least:
-            yield from axis_charts(c, key)
-            yield from (table for table in [axis_table(c, key)] if table.rows)
+            yield from _shown([*axis_charts(c, key), axis_table(c, key)])
         elif len(points) == 1:
             yield Text(f"Along {key} there is only one value so far.", "missing")
-    found = retrieval_table(c, of_grid=True)
-    if found.rows:
-        yield found
+    yield from _shown([retrieval_table(c, of_grid=True)])
 
 
 def _speed(c: Comparison) -> Iterator[Item]:
     charts = [*speedup_charts(c.experiment.benchmarks)]
     yield from _shown([*charts, decode_chart(c.experiment.decode_benchmarks)])
     tables = (benchmark_table, decode_table, training_speed_table)
-    yield from (table for make in tables if (table := make(c.experiment)).rows)
+    yield from _shown(make(c.experiment) for make in tables)
 
 
 def _provenance(c: Comparison) -> Iterator[Item]:
@@ -347,7 +342,7 @@ def _provenance(c: Comparison) -> Iterator[Item]:
     lead = f"{plural(len(c.experiment.cells), 'cell')} with records, of {span}."
     yield Text(lead + (f" Variants: {variants}." if variants else ""), "lead")
     failures = failures_table(c.experiment)
-    yield failures if failures.rows else Text("No cell failed.")
+    yield Text("No cell failed.") if failures.empty else failures
     waiting = c.experiment.unfinished
     if waiting:
         some = f" and {len(waiting) - 12} more" if len(waiting) > 12 else ""
@@ -355,7 +350,7 @@ def _provenance(c: Comparison) -> Iterator[Item]:
     if c.experiment.trainings:
         yield runs_table(c)
         tables = (differing_settings_table(c), shared_settings_table(c), data_table(c.experiment))
-        yield from (table for table in tables if table.rows)
+        yield from _shown(tables)
     else:
         yield Text("No training record: configuration and data are not known.", "missing")
     yield environment_table(c.experiment)

@@ -190,7 +190,7 @@ def tiles(c: Comparison) -> list[Tile]:
     """The figures at the top; those that the records do not have are left out."""
     found: list[tuple[Estimate | None, Callable[[float], str], str, Callable[[Estimate], str]]] = []
     if BASELINE in c.evaluated and "mosar" in c.evaluated:
-        for factor in dict.fromkeys(c.factors[:1] + c.factors[-1:]):
+        for factor in c.ends:
             label = f"MoSAR's perplexity against RoPE's at {times(factor)}"
             said = paper_delta("mosar", factor)
             remark = partial(_beside, said=said, factor=factor)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from mosar.core.config import MoSARConfig
 from mosar.core.regimes import pair_geometry
-from mosar.records import Cell, EvaluationRecord
+from mosar.records import EvaluationRecord
 from mosar.report.claims import Claim, far_accuracy, found_from_far, medium_reach
 from mosar.report.comparison import (
     BASELINE,
@@ -21,17 +21,13 @@ from mosar.report.comparison import (
     factor_of,
     mean_mass,
     mean_share,
-    perplexity_of,
-    relative_percent,
 )
 from mosar.report.formats import (
     MISSING,
     number,
     percent,
     perplexity,
-    setting,
     share,
-    slug,
     times,
 )
 from mosar.report.paper import (
@@ -79,6 +75,10 @@ class Table:
     """Where the paper's figures are, which a page may put under ours: in the column after, or in
     the row after (its third cell tells)."""
 
+    @property
+    def empty(self) -> bool:
+        return not self.rows
+
 
 def spread(estimate: Estimate, text: Callable[[float], str]) -> str:
     """31.24 ± 0.31: the standard deviation with the mean's decimals; alone with one seed."""
@@ -91,7 +91,9 @@ def spread(estimate: Estimate, text: Callable[[float], str]) -> str:
     return f"{parts[1]} ± {number(estimate.sd, len(parts[2] or ''))}{parts[3]}"
 
 
-def _cell(estimate: Estimate | None, text: Callable[[float], str], expected: int = 0) -> TableCell:
+def estimate_cell(
+    estimate: Estimate | None, text: Callable[[float], str], expected: int = 0
+) -> TableCell:
     """A mean with its spread; it says so where not all seeds have it."""
     if estimate is None:
         return TableCell(MISSING)
@@ -138,7 +140,7 @@ def whole(value: float) -> str:
     return f"{value:,.0f}"
 
 
-def _plain(text: str, sort: float | str | None = None) -> TableCell:
+def plain_cell(text: str, sort: float | str | None = None) -> TableCell:
     return TableCell(text, text if sort is None else sort)
 
 
@@ -180,22 +182,22 @@ def main_table(c: Comparison, *, grouped: bool = True) -> Table:
     rows = {}
     for variant in c.evaluated:
         n = len(c.seeds[variant])
-        row = [_plain(c.looks[variant].label)]
+        row = [plain_cell(c.looks[variant].label)]
         for factor in factors:
-            row.append(_cell(c.estimate(Setting(variant, factor)), perplexity, n))
+            row.append(estimate_cell(c.estimate(Setting(variant, factor)), perplexity, n))
             if paper_length(factor):
                 row.append(_theirs(paper_perplexity(variant, factor), perplexity))
         for factor in ends:
             # The baseline against itself has no spread to speak of.
             own = Estimate({0: 0.0}) if variant == BASELINE else c.delta(variant, factor)
             text = _hundredths if factor == at else percent
-            row.append(_cell(own, text))
+            row.append(estimate_cell(own, text))
             if paper_length(factor):
                 row.append(_theirs(paper_delta(variant, factor), text))
         row += [
-            _cell(c.reach(variant, at), _four_share),
-            _theirs(paper_reach(variant), _four_share),
-            _cell(c.estimate(Setting(variant, at), lambda r: r.loss), _four, n),
+            estimate_cell(c.reach(variant, at), four_share),
+            _theirs(paper_reach(variant), four_share),
+            estimate_cell(c.estimate(Setting(variant, at), lambda r: r.loss), _four, n),
             TableCell(str(n), n),
         ]
         rows[variant] = row
@@ -234,15 +236,21 @@ def gap_table(c: Comparison) -> Table:
             found = (found_from_far(c, variant, task or "", f, routing or "") for f in ends)
             rows.append(
                 (
-                    _plain(label if is_own else f"{label} · {routing}"),
+                    plain_cell(label if is_own else f"{label} · {routing}"),
                     *(
-                        (_plain("yes" if geometry.adaptive else "no"), _plain(geometry.decay))
+                        (
+                            plain_cell("yes" if geometry.adaptive else "no"),
+                            plain_cell(geometry.decay),
+                        )
                         if geometry and is_own
                         else (TableCell(MISSING), TableCell(MISSING))
                     ),
-                    *(_cell(c.estimate(s, lambda record: record.density), share) for s in settings),
-                    _cell(c.estimate(settings[1]), perplexity),
-                    *(_cell(estimate, share) for estimate in found),
+                    *(
+                        estimate_cell(c.estimate(s, lambda record: record.density), share)
+                        for s in settings
+                    ),
+                    estimate_cell(c.estimate(settings[1]), perplexity),
+                    *(estimate_cell(estimate, share) for estimate in found),
                 )
             )
             keys.append(variant)
@@ -344,16 +352,16 @@ def _routing_row(c: Comparison, variant: str, factor: float, label: str) -> tupl
     gap = c.relative(Setting(variant, factor, "top1"), Setting(variant, factor, "soft"))
     own = Setting(variant, factor)
     return (
-        _plain(label),
-        _plain(times(factor), factor),
-        _plain("ours"),
-        *(_cell(of(routing), perplexity, n) for routing in ("soft", "top1", "sparse")),
-        _cell(gap, percent),
-        _cell(reach_estimate(c, variant, factor, top1=False), _four_share),
-        _cell(reach_estimate(c, variant, factor, top1=True), _four_share),
-        _cell(exact_density(c, variant, factor), _four_share),
+        plain_cell(label),
+        plain_cell(times(factor), factor),
+        plain_cell("ours"),
+        *(estimate_cell(of(routing), perplexity, n) for routing in ("soft", "top1", "sparse")),
+        estimate_cell(gap, percent),
+        estimate_cell(reach_estimate(c, variant, factor, top1=False), four_share),
+        estimate_cell(reach_estimate(c, variant, factor, top1=True), four_share),
+        estimate_cell(exact_density(c, variant, factor), four_share),
         *(
-            _cell(c.estimate(own, mean_share(side, regime)), share)
+            estimate_cell(c.estimate(own, mean_share(side, regime)), share)
             for side in ("query", "key")
             for regime in (0, -1)
         ),
@@ -369,8 +377,8 @@ def _paper_routing_row(said: dict[str, float], factor: float, label: str) -> tup
         _theirs(said["top1_ppl"], perplexity),
         _theirs(None, perplexity),
         _theirs(said["gap_pct"], percent),
-        _theirs(said["soft_reach"], _four_share),
-        _theirs(said["top1_reach"], _four_share),
+        _theirs(said["soft_reach"], four_share),
+        _theirs(said["top1_reach"], four_share),
         _theirs(None, share),
         *(_theirs(said[name], share) for name in ("q_S", "q_G", "k_S", "k_G")),
     )
@@ -419,14 +427,14 @@ def _sparse_row(c: Comparison, variant: str, factor: float, label: str) -> tuple
     top1, sparse = (Setting(variant, factor, routing) for routing in ("top1", "sparse"))
     ratio = time_ratio(c, variant, factor)
     return (
-        _plain(label),
-        _plain(times(factor), factor),
-        _cell(exact_density(c, variant, factor), _four_share),
-        _cell(mass(mean_mass), share),
-        *(_cell(mass(highest(name)), share) for name in ("p95", "worst")),
-        _cell(c.relative(sparse, top1), lambda value: percent(value, 2)),
-        *(_cell(c.estimate(s, lambda r: r.seconds), _tenths) for s in (top1, sparse)),
-        _cell(ratio, lambda value: f"{number(value, 2)}×"),
+        plain_cell(label),
+        plain_cell(times(factor), factor),
+        estimate_cell(exact_density(c, variant, factor), four_share),
+        estimate_cell(mass(mean_mass), share),
+        *(estimate_cell(mass(highest(name)), share) for name in ("p95", "worst")),
+        estimate_cell(c.relative(sparse, top1), lambda value: percent(value, 2)),
+        *(estimate_cell(c.estimate(s, lambda r: r.seconds), _tenths) for s in (top1, sparse)),
+        estimate_cell(ratio, lambda value: f"{number(value, 2)}×"),
     )
 
 
@@ -442,10 +450,10 @@ def claims_table(judged: list[tuple[Claim, Finding]]) -> Table:
         ),
         rows=tuple(
             (
-                _plain(claim.text),
+                plain_cell(claim.text),
                 TableCell(finding.paper, muted=True),
                 TableCell(finding.ours),
-                _plain(VERDICTS[finding.verdict]),
+                plain_cell(VERDICTS[finding.verdict]),
                 TableCell(finding.basis or MISSING),
             )
             for claim, finding in judged
@@ -475,12 +483,12 @@ def retrieval_table(c: Comparison, *, of_grid: bool = False) -> Table:
         far = {seed: p[1] for seed, p in sorted(found[key].items()) if p[1] is not None}
         rows.append(
             (
-                _plain(c.looks[variant].label + (f", {point}" if point else "")),
-                _plain(routing),
-                _plain(task),
-                _plain(times(factor), factor),
-                _cell(overall, share),
-                _cell(Estimate(far) if far else None, share),
+                plain_cell(c.looks[variant].label + (f", {point}" if point else "")),
+                plain_cell(routing),
+                plain_cell(task),
+                plain_cell(times(factor), factor),
+                estimate_cell(overall, share),
+                estimate_cell(Estimate(far) if far else None, share),
             )
         )
         keys.append(variant)
@@ -499,91 +507,16 @@ def retrieval_table(c: Comparison, *, of_grid: bool = False) -> Table:
     )
 
 
-def change_table(c: Comparison) -> Table:
-    """Variants with one setting changed at a time, against the same variant without the change."""
-    shown = list(dict.fromkeys([*c.factors[:1], *c.factors[-1:]]))
-    rows, keys = [], []
-    for variant, changes in c.changes.items():
-        for change, cells in changes.items():
-            row = [_plain(f"{c.looks[variant].label}, {change or 'unchanged'}")]
-            for factor in shown:
-                own, base = (
-                    c.along_axis(some, factor, None, perplexity_of)
-                    for some in (cells, changes.get("", []))
-                )
-                against = relative_percent(own, base) if change else None
-                row += [_cell(own, perplexity), _cell(against, percent)]
-                row.append(_cell(c.density_of(cells, factor), _four_share))
-            rows.append(tuple(row))
-            keys.append(variant)
-    columns = [Column("variant, change", numeric=False)]
-    for factor in shown:
-        names = ("perplexity", "vs unchanged", "density ρ")
-        columns += [Column(name, times(factor)) for name in names]
-    return Table(
-        name="changes",
-        title="One change at a time",
-        caption="Each row changes one setting of a variant. Perplexity is that of the routing it "
-        "was trained with; differences are taken within each seed.",
-        columns=tuple(columns),
-        rows=tuple(rows),
-        keys=tuple(keys),
-    )
-
-
-def axis_table(c: Comparison, key: str) -> Table:
-    """The figures of the charts along an axis of a grid: every value at the ends of the lengths."""
-    shown = list(dict.fromkeys([*c.factors[:1], *c.factors[-1:]]))
-    rows, keys = [], []
-    for variant in c.looks:
-        for value, by_variant in c.axes[key]:
-            cells = by_variant.get(variant, [])
-            for factor in shown:
-                figures = _axis_figures(c, cells, factor)
-                if any(cell.text != MISSING for cell in figures):
-                    name = f"{c.looks[variant].label}, {setting(value)}"
-                    rows.append((_plain(name), _plain(times(factor), factor), *figures))
-                    keys.append(variant)
-    return Table(
-        name=slug(f"along-{key}"),
-        title=f"Along {key}",
-        caption="Perplexity of the routing that was trained, of top-1 and of sparse routing; what "
-        "sparse execution costs against the first, within each seed; the exact density; and the "
-        "share of top-1's attention that sparse execution discards, mean over the layers.",
-        columns=(
-            *(Column(name, numeric=False) for name in (f"variant, {key}", "length")),
-            *(Column(name, "perplexity") for name in ("as trained", "top-1", "sparse", "gap")),
-            Column("density ρ"),
-            Column("discarded mass"),
-        ),
-        rows=tuple(rows),
-        keys=tuple(keys),
-    )
-
-
-def _axis_figures(c: Comparison, cells: list[Cell], factor: float) -> list[TableCell]:
-    own, top1, sparse = (
-        c.along_axis(cells, factor, routing, perplexity_of) for routing in (None, "top1", "sparse")
-    )
-    mass = (c.along_axis(cells, factor, routing, mean_mass) for routing in ("sparse", "top1"))
-    return [
-        *(_cell(estimate, perplexity) for estimate in (own, top1, sparse)),
-        _cell(relative_percent(sparse, own), percent),
-        _cell(c.density_of(cells, factor), _four_share),
-        _cell(next(filter(None, mass), None), share),
-    ]
-
-
 def mode_table(c: Comparison) -> Table:
     """Trained models executed in ways that they were not trained with."""
     rows, keys = [], []
     for variant in c.evaluated:
         for mode in c.modes(variant):
-            row = [_plain(f"{c.looks[variant].label} · {mode}")]
+            row = [plain_cell(f"{c.looks[variant].label} · {mode}")]
             for factor in c.factors:
                 setting = Setting(variant, factor, mode)
-                row.append(_cell(c.estimate(setting), perplexity))
-                row.append(_cell(c.relative(setting, Setting(variant, factor)), percent))
+                row.append(estimate_cell(c.estimate(setting), perplexity))
+                row.append(estimate_cell(c.relative(setting, Setting(variant, factor)), percent))
             rows.append(tuple(row))
             keys.append(variant)
     columns = [Column("model · mode", numeric=False)]
@@ -614,7 +547,7 @@ def pair_table(config: MoSARConfig) -> Table:
             if m == n == last:
                 # It never falls.
                 cells = [TableCell("∞", math.inf), TableCell("∞", math.inf), TableCell("0", 0.0)]
-            rows.append((_plain(joint.join(names)), *cells))
+            rows.append((plain_cell(joint.join(names)), *cells))
     return Table(
         name="pairs",
         title="Regime pairs",
@@ -640,5 +573,5 @@ def _four(value: float) -> str:
     return number(value, 4)
 
 
-def _four_share(value: float) -> str:
+def four_share(value: float) -> str:
     return share(value, 4)
