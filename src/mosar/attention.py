@@ -152,10 +152,11 @@ def _attend(
 
 def _gpu_lacks(bias: Bias) -> str | None:
     """What the GPU kernels cannot do of a bias; None: nothing."""
+    of_key = bias.key if isinstance(bias, DistanceBias) else getattr(bias, "of_key", None)
+    if of_key is not None:
+        return "it has no key_bias"
     if not isinstance(bias, DistanceBias):
         return None
-    if bias.key is not None:
-        return "it has no key_bias"
     tables = (("log_gate", bias.log_gate), ("slopes", bias.slopes))
     learned = [name for name, table in tables if table is not None and table.requires_grad]
     if not learned or not torch.is_grad_enabled():

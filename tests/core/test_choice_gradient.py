@@ -32,7 +32,17 @@ def problem(layout: str, *, groups: int, sinks: int, dtype=torch.float64, tokens
         options["key_positions"] = (torch.arange(tokens) * 3).expand(2, -1)
     elif layout == "window":
         options["window"] = 9
+    elif layout == "bias of keys":
+        # It grows along the text, as that of forget gates does.
+        options["of_key"] = random(2, HEADS, tokens).double().abs().cumsum(dim=-1)
     return q, k, v, dout, labels, config, options
+
+
+def attended(q, k, v, labels, config, options, *, learned=None, impl="reference"):
+    options = dict(options)
+    of_key = options.pop("of_key", None)
+    bias = LabelBias(*labels, config, ends_at_reach=True, learned=learned, of_key=of_key)
+    return attend(q, k, v, bias, impl=impl, **options)
 
 
 def learn(q, k, v, dout, labels, config, options, *, queries=None, impl="reference"):
@@ -40,19 +50,17 @@ def learn(q, k, v, dout, labels, config, options, *, queries=None, impl="referen
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     pi = [torch.rand(*x.shape, 3, dtype=wide).requires_grad_() for x in labels]
     learned = RoutingToLearn(*pi, queries=queries)
-    bias = LabelBias(*labels, config, ends_at_reach=True, learned=learned)
-    attend(q, k, v, bias, impl=impl, **options).backward(dout)
+    attended(q, k, v, labels, config, options, learned=learned, impl=impl).backward(dout)
     return [x.grad for x in pi]
 
 
-@pytest.mark.parametrize("layout", ["ordinary", "segments", "padding", "window"])
+@pytest.mark.parametrize("layout", ["ordinary", "segments", "padding", "window", "bias of keys"])
 @pytest.mark.parametrize(("groups", "sinks"), [(1, 0), (2, 2)])
 def test_it_is_the_change_of_the_output(layout, groups, sinks):
     q, k, v, dout, labels, config, options = problem(layout, groups=groups, sinks=sinks)
 
     def output(labels):
-        bias = LabelBias(*labels, config, ends_at_reach=True)
-        return attend(q, k, v, bias, impl="reference", **options)
+        return attended(q, k, v, labels, config, options)
 
     before = output(labels)
     for side, gradient in enumerate(learn(q, k, v, dout, labels, config, options)):
@@ -82,7 +90,7 @@ def test_the_public_operator_learns_routing_on_request(groups):
         assert torch.equal(given.grad, gradient.view_as(given))
 
 
-@pytest.mark.parametrize("layout", ["ordinary", "segments", "padding", "window"])
+@pytest.mark.parametrize("layout", ["ordinary", "segments", "padding", "window", "bias of keys"])
 @pytest.mark.parametrize(("groups", "sinks", "tokens"), [(1, 0, 19), (2, 2, 300)])
 def test_the_native_pass_gives_the_same(layout, groups, sinks, tokens):
     given = problem(layout, groups=groups, sinks=sinks, dtype=torch.float32, tokens=tokens)

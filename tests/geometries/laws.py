@@ -135,9 +135,12 @@ def kerple(case: Case, i: int, j: int) -> Tensor:
 
 
 def fox(case: Case, i: int, j: int) -> Tensor:
-    geometry = case.geometry
-    gate = torch.sigmoid(case.hidden[:, j + 1 : i + 1] @ geometry.weight.T + geometry.bias)
-    return gate.log().sum(dim=1)
+    return kept(case, i, j, case.geometry.weight, case.geometry.bias)
+
+
+def kept(case: Case, i: int, j: int, weight: Tensor, bias: Tensor) -> Tensor:
+    """ln of what is not forgotten of token j at token i."""
+    return torch.sigmoid(case.hidden[:, j + 1 : i + 1] @ weight.T + bias).log().sum(dim=1)
 
 
 def ramp(case: Case, span: Tensor, distance: int) -> Tensor:
@@ -174,8 +177,17 @@ def one_window(case: Case, i: int, j: int) -> float | None:
     return 0.0 if i - j <= reach else None
 
 
-def mosar(case: Case) -> Answer:
-    """Each head with the routing of its group; groups that share a key head read the same keys."""
+def mosar_forget(case: Case) -> Answer:
+    """The gates of hard regimes, times what is not forgotten."""
+    gates = case.geometry.forget_weight, case.geometry.forget_bias
+    return mosar(case, lambda case, i, j: kept(case, i, j, *gates))
+
+
+def mosar(case: Case, also: Callable[[Case, int, int], Tensor | float] = no_bias) -> Answer:
+    """Each head with the routing of its group; groups that share a key head read the same keys.
+
+    also: what is added to the bias.
+    """
     q, k = rotated(case)
     config, heads = case.geometry.config, case.q.shape[2]
     groups = config.routing_groups
@@ -199,7 +211,10 @@ def mosar(case: Case) -> Answer:
         labels = label_q[:, :, i], label_k[:, :, j]
         return torch.where(i - j <= reach[labels], gate[labels].log(), -torch.inf)
 
-    return pairwise(bias, rotated)(case)
+    def total(case: Case, i: int, j: int) -> Tensor:
+        return bias(case, i, j) + also(case, i, j)
+
+    return pairwise(total, rotated)(case)
 
 
 def switch(case: Case) -> Answer:
@@ -434,6 +449,7 @@ LAWS: dict[str, Callable[[Case], Answer]] = {
     "fixed": pairwise(one_regime, rotated),
     "rope-mask": pairwise(one_window, rotated),
     "mosar": mosar,
+    "mosar-forget": mosar_forget,
     "xpos": pairwise(no_bias, faded),
     "hope-high": pairwise(no_bias, slow_ones_stand),
     "t5": pairwise(t5, plain),

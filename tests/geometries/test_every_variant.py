@@ -281,6 +281,11 @@ def all_global(geometry):
             router.bias2.copy_(torch.eye(router.bias2.shape[-1])[-1] * 1e4)
 
 
+def all_global_and_kept(geometry):
+    all_global(geometry)
+    filled(forget_weight=0.0, forget_bias=1e4)(geometry)
+
+
 def selection_alone(geometry):
     """NSA's second branch; hidden is 1."""
     gates = torch.tensor([-1e4, 1e4, -1e4]).repeat_interleave(SHAPE.num_heads)
@@ -297,6 +302,7 @@ LIMITS = {
     "fixed": ({"regime": "G"}, None, "rope"),
     "rope-mask": ({"regime": "G"}, None, "rope"),
     "mosar": ({}, all_global, "rope"),
+    "mosar-forget": ({"hard_from": 0.0, "rope_fraction": 0.0}, all_global_and_kept, "nope"),
     "xpos": ({"own": {"base": 1e15}}, None, "rope"),
     "t5": ({}, filled(table=0.0), "nope"),
     "fox": ({}, filled(weight=0.0, bias=1e4), "nope"),
@@ -333,6 +339,20 @@ def test_its_limit_is_plain_attention(geometry):
     found, _ = layer(q, k, v, scale=SCALE, softcap=1.5, hidden=torch.ones_like(hidden))
     expected, _ = geometry_of(limit)(q, k, v, scale=SCALE, softcap=1.5)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@torch.no_grad()
+def test_global_tokens_that_forget_are_fox():
+    forget, fox = geometry_of("mosar-forget"), geometry_of("fox")
+    all_global(forget)
+    fox.weight.copy_(forget.forget_weight)
+    fox.bias.copy_(forget.forget_bias)
+    q, k, v, hidden = heads()
+    found, expected = (
+        layer(q, k, v, scale=SCALE, softcap=1.5, hidden=hidden)[0] for layer in (forget, fox)
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    assert forget.forget_weight.count_nonzero()
 
 
 def test_every_geometry_has_a_limit_or_says_that_it_has_none():

@@ -253,3 +253,21 @@ def test_a_new_geometry_is_one_class(monkeypatch):
     q, k, v = heads()
     out, _ = a_geometry(AttentionConfig(geometry="near"))(q, k, v, scale=SCALE)
     torch.testing.assert_close(out, by_definition(q, k, v, window=3))
+
+
+def test_forgetting_heads_start_short_and_a_quarter_long():
+    shape = SHAPE._replace(num_heads=8, hidden_size=4)
+    geometry = GEOMETRIES["mosar-forget"](VARIANTS["mosar-forget"], shape)
+    with torch.no_grad():
+        for name, parameter in geometry.named_parameters():
+            geometry.init_parameter(name, parameter, torch.Generator().manual_seed(0))
+    memory = geometry.forget_bias.exp()
+    torch.testing.assert_close(memory, torch.tensor([1.0] * 6 + [32.0] * 2))
+    assert geometry.query_router.bias2.argmax(-1).tolist() == [geometry.config.global_index]
+
+
+@pytest.mark.parametrize("hard_from", [None, 0.5])
+def test_forget_gates_need_hard_routing(hard_from):
+    attention = dataclasses.replace(VARIANTS["mosar-forget"], hard_from=hard_from)
+    with pytest.raises(ValueError, match=f"hard_from must be 0 .* got {hard_from}"):
+        attention.geometry_class(attention, SHAPE)

@@ -1,5 +1,7 @@
 """A bias by distance and by key that learns: every path within the budget of its gradients."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -7,6 +9,8 @@ from cases import Case
 from kernels.budget import errors, upstream
 from kernels.test_operators import Recorder, copied
 from mosar import distance_attention
+from mosar.attention import attend
+from mosar.core.bias import routed_bias
 
 BASE = Case(num_queries=150, num_keys=150, kv_heads=2, heads_per_kv=2, head_dim=16, batch=2)
 NAMES = ("output", "lse", "dq", "dk", "dv", "dlog_gate", "dslopes", "dkey_bias")
@@ -62,6 +66,43 @@ def test_gradients_of_the_bias(trait):
         for name in NAMES:
             error, allowed, largest = errors(found[name], plain[name], exact[name])
             assert error <= 2 * allowed + 4 * 2**-23 * largest, (impl, name, error, allowed)
+
+
+LABEL_NAMES = ("output", "lse", "dq", "dk", "dv", "dof_key")
+
+
+def run_labels(case, of_key, *, impl, dtype=torch.float32):
+    leaves = [x.to(dtype).requires_grad_() for x in (case.q, case.k, case.v)]
+    leaves.append(of_key.detach().clone().requires_grad_())
+    bias = routed_bias(case.pi_q, case.pi_k, case.config, "sparse")
+    bias = replace(bias, of_key=leaves[3])
+    out, lse = attend(*leaves[:3], bias, return_lse=True, impl=impl, **case.options)
+    gradients = torch.autograd.grad((out, lse), leaves, upstream(case, out, lse))
+    return dict(zip(LABEL_NAMES, (out.detach(), lse.detach(), *gradients), strict=True))
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("trait", TRAITS)
+def test_hard_regimes_with_a_bias_of_keys(trait, groups):
+    traits = {**TRAITS[trait], "kv_heads": 2}
+    case = BASE.with_(dtype=torch.float32, **traits)
+    case = case.with_(config=replace(case.config, routing_groups=groups, num_sinks=groups - 1))
+    of_key = biases(case)[2].double()
+    plain = run_labels(case, of_key, impl="reference")
+    exact = run_labels(case, of_key, impl="reference", dtype=torch.float64)
+    for impl in ("native", "tiled"):
+        found = run_labels(case, of_key, impl=impl)
+        for name in LABEL_NAMES:
+            error, allowed, largest = errors(found[name], plain[name], exact[name])
+            assert error <= 2 * allowed + 4 * 2**-23 * largest, (impl, name, error, allowed)
+
+
+def test_far_along_a_text_hard_regimes_keep_the_differences():
+    case = BASE.with_(dtype=torch.float32)
+    near = biases(case)[2].double()
+    expected, found = (run_labels(case, near + shift, impl="native") for shift in (0, 1e7))
+    for name in ("output", "dq", "dk", "dv", "dof_key"):
+        torch.testing.assert_close(found[name], expected[name], atol=2e-6, rtol=0)
 
 
 def test_what_padded_slots_hold_does_not_matter():

@@ -42,9 +42,17 @@ def test_a_layer_is_as_the_reference_has_it(
     config = MoSARConfig.scaled(32, num_sinks=sinks, composition="mean" if sinks else "min")
     labels = tuple(torch.randint(3, (groups, length), generator=generator) for _ in range(2))
     scores = {"scale": 0.4, "softcap": softcap}
-    view = view_layer(q, k, labels, config, gated=True, window=window, **scores)
+    # It grows along the text, as what forget gates add does.
+    of_key = 20 * torch.rand(4, length, generator=generator).double().cumsum(-1) if sinks else None
+    scores_of_keys = {"of_key": of_key, **scores}
+    view = view_layer(q, k, labels, config, gated=True, window=window, **scores_of_keys)
     layout = resolve_layout(1, length, length, window=window)
-    bias = LabelBias(*(x[None] for x in labels), config, ends_at_reach=False)
+    bias = LabelBias(
+        *(x[None] for x in labels),
+        config,
+        ends_at_reach=False,
+        of_key=None if of_key is None else of_key[None],
+    )
     exact = attend_routed(*(x[None].double() for x in (q, k, k)), layout, bias, **scores).attention[
         0
     ]
@@ -69,9 +77,9 @@ def test_a_layer_is_as_the_reference_has_it(
 EXACT = {"rtol": 1e-4, "atol": 1e-6}
 
 
-@pytest.mark.parametrize("make", [make_decoder, lambda: make_decoder("mosar-plus"), make_retrofit])
-def test_every_kind_of_model_is_seen(make):
-    model = make()
+@pytest.mark.parametrize("kind", ["mosar", "mosar-plus", "mosar-forget", "retrofit"])
+def test_every_kind_of_model_is_seen(kind):
+    model = make_retrofit() if kind == "retrofit" else make_decoder(kind)
     seen = mosar.look(model, TEXT, tokenizer=ByteTokenizer())
     length = len(TEXT.encode())
     layers, _, groups, tokens = seen.labels.shape
@@ -83,6 +91,9 @@ def test_every_kind_of_model_is_seen(make):
     if not seen.gated:
         assert model.routing == "dense"
     for view, share in zip(seen.views, seen.savings.layer_alive, strict=True):
+        if kind == "mosar-forget":
+            assert share == 1 and "keeps every key" in seen.notes[-1]
+            continue
         # The cache itself, given the same keys.
         cache = RegimeLayerCache(seen.config)
         k = torch.zeros(1, groups, length, 4)

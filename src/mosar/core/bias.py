@@ -1,6 +1,7 @@
 """A bias: what attention adds to the scores, and which pairs it leaves out.
 
-    LabelBias     the gate of each pair's two labels; beyond the reach the floor, or no pair at all
+    LabelBias     the gate of each pair's two labels; beyond the reach the floor, or no pair at all;
+                  and one number per key, where its geometry has one
     MixtureBias   log(pi_Q^T G(d) pi_K)
     DistanceBias  log_gate[h, d] - slopes[h] d + key[h, j]
 
@@ -68,6 +69,9 @@ class LabelBias:
     ends_at_reach: bool
     learned: RoutingToLearn | None = None
     """None: the labels are constants, and no gradient reaches a routing."""
+    of_key: Tensor | None = None
+    """[B, H, S], added to every pair of a key; only where `ends_at_reach`. Float64 where it grows
+    along the text: only its differences within a row matter."""
 
     @property
     def groups(self) -> int:

@@ -76,7 +76,9 @@ def choice_gradient(
         score = torch.einsum("bhtd,bhsd->bhts", q[:, :, some].to(wide), k_BHSD) * scale
         if softcap is not None:
             score = softcap * torch.tanh(score / softcap)
-        above = (score - lse[:, :, some, None].to(wide)).clamp(_LOWEST, _HIGHEST)
+        if bias.of_key is not None:
+            score = score + bias.of_key[:, :, None]
+        above = (score - lse[:, :, some, None].to(score.dtype)).clamp(_LOWEST, _HIGHEST).to(wide)
         e = above.exp().unflatten(1, group)
         dprob = torch.einsum("bhtd,bhsd->bhts", dout[:, :, some].to(wide), v_BHSD)
         rest = delta[:, :, some].to(wide)

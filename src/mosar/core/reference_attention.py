@@ -86,11 +86,14 @@ def attend_routed(
         worth_BGTS = worth_BGTS.masked_fill(sinks_BGTS, 1.0)
         bias_BGTS = bias_BGTS.masked_fill(sinks_BGTS, 0.0)
     heads_per_group = q.shape[1] // bias.groups
+    bias_BHTS = bias_BGTS.repeat_interleave(heads_per_group, dim=1)
+    if isinstance(bias, LabelBias) and bias.of_key is not None:
+        bias_BHTS = bias_BHTS + _at_least_float32(bias.of_key)[:, :, None]
     output, lse, attention = dense_attention(
         q,
         k,
         v,
-        bias=bias_BGTS.repeat_interleave(heads_per_group, dim=1),
+        bias=bias_BHTS,
         admissible=admissible_BGTS.repeat_interleave(
             heads_per_group if admissible_BGTS.shape[1] > 1 else 1, dim=1
         ),

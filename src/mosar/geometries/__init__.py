@@ -26,6 +26,7 @@ from mosar.geometries.learned_distance import Kerple, T5Bias
 from mosar.geometries.linformer import Linformer
 from mosar.geometries.mode import MODES, Mode
 from mosar.geometries.mosar import MoSAR
+from mosar.geometries.mosar_forget import ForgettingMoSAR
 from mosar.geometries.nsa import NSA
 from mosar.geometries.one_regime import Fixed, RopeMask
 from mosar.geometries.own_settings import OwnSettings, setting
@@ -70,6 +71,7 @@ GEOMETRIES.update(
         "fixed": Fixed,
         "rope-mask": RopeMask,
         "mosar": MoSAR,
+        "mosar-forget": ForgettingMoSAR,
     }
 )
 
@@ -90,10 +92,15 @@ _HARD: dict[str, Any] = {
     **{"hard_from": 0.0, "router_queries": 128, "cost_of": "pairs", "cost_weight": 0.2},
     "position_range": 4.0,
 }
+# Without a rotation routers see no positions, so windows need not begin at random ones.
+_FORGET: dict[str, Any] = _HARD | {"position_range": 1.0}
 _BEYOND = {
     "mosar-hard": AttentionConfig(geometry="mosar", start_regimes=("S",), **_HARD),
     "mosar-plus": AttentionConfig(
         geometry="mosar", ladder=True, per_head=True, start_regimes=EACH, **_HARD
+    ),
+    "mosar-forget": AttentionConfig(
+        geometry="mosar-forget", ladder=True, rope_fraction=0.0, start_regimes=("G",), **_FORGET
     ),
 }
 # Systems of other authors: geometry and variant share a name; the second entry has its settings.

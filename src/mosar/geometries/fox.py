@@ -49,11 +49,7 @@ class Forgetting(Geometry):
     def note(self, q: Tensor, k: Tensor, hidden: Tensor | None) -> Tensor:
         """ln f of every token, [B, H, T]."""
         assert hidden is not None
-        dtype = wide_dtype(hidden)
-        # Sums of logarithms in lower precision would lose the tail.
-        with torch.autocast(hidden.device.type, enabled=False):
-            logits = F.linear(hidden.to(dtype), self.weight.to(dtype), self.bias.to(dtype))
-            return F.logsigmoid(logits).transpose(1, 2)
+        return log_forget(hidden, self.weight, self.bias)
 
     def attend(
         self,
@@ -74,6 +70,15 @@ class Forgetting(Geometry):
             parameter.fill_(self.own.gate_bias)
         else:
             super().init_parameter(name, parameter, generator)
+
+
+def log_forget(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """ln f [B, H, T] of hidden [B, T, C], with weight [H, C] and bias [H]."""
+    dtype = wide_dtype(hidden)
+    # Sums of logarithms in lower precision would lose the tail.
+    with torch.autocast(hidden.device.type, enabled=False):
+        logits = F.linear(hidden.to(dtype), weight.to(dtype), bias.to(dtype))
+        return F.logsigmoid(logits).transpose(1, 2)
 
 
 def forgotten(notes: Tensor, key_valid: Tensor | None) -> Tensor:

@@ -34,7 +34,7 @@ _FLOOR_LEVELS = 64
 class MoSAR(Rope):
     """Routed regimes over RoPE: two routers read the rotated q and k, the gates follow."""
 
-    routed, family = True, "routing"
+    routed, evicts, family = True, True, "routing"
     source, learns = "MoSAR", "routers of queries and keys"
     adaptive, decay = True, "learned"
     checked = "its law, and an independent oracle"
@@ -234,6 +234,10 @@ class MoSAR(Rope):
     ) -> Any:
         """Attention along the routing, [B, H, T, D]."""
         return attend(q, k, v, bias, **options)
+
+    def key_bias(self, **options: Any) -> Tensor | None:
+        """[B, H, S], what is added to every pair of a key; None: nothing."""
+        return None
 
     def attend_cached(
         self,

@@ -84,8 +84,7 @@ def attend(
             table = _padded(table.float() * math.log2(math.e)).clamp_min(_NEVER)
         if slopes is not None:
             slopes = (slopes.float() * math.log2(math.e)).contiguous()
-        if keys is not None:
-            keys = (keys.double() * math.log2(math.e)).contiguous()
+        keys = None if keys is None else _in_base_2(keys)
         kind = NONE if table is None and slopes is None and keys is None else TABLE
         return run(_dense_plan(layout), kind=kind, table=table, slopes=slopes, key_bias=keys)
     config, groups, tabled = bias.config, bias.groups, has_table(bias.config)
@@ -93,12 +92,14 @@ def attend(
     if isinstance(bias, LabelBias):
         if bias.ends_at_reach:
             # The support of such a short context is nearly full, so one dense pass with gates that
-            # end at the reach is faster.
-            if not (tabled and _is_short(k.shape[2])):
+            # end at the reach is faster; it knows no bias of keys.
+            if bias.of_key is not None or not (tabled and _is_short(k.shape[2])):
                 plan = build_native_plan(sparse_plan_input(bias.query, bias.key, config, layout))
                 table = _log_gates(config) if config.exponent != 2 and tabled else None
                 geometry = _geometry(config)
                 options = {"groups": groups, "geometry": geometry, "table": table}
+                if bias.of_key is not None:
+                    options["key_bias"] = _in_base_2(bias.of_key)
                 return run(plan, kind=GEOMETRY, gate=config.gate, **options)
             gates, epsilon = _hard_gates, 0.0
         one_hot = _identity(config.num_regimes)
@@ -139,7 +140,7 @@ def attend_runs(
     first, end [B, K or H, T, C]: run c of a query is the keys [first, end) of the row; it is empty
     if they are equal. Runs of a query must not overlap. Neighbouring queries should have run c in
     about the same place, because a tile reads from its first key to its last. key_bias [B, H, S] is
-    added to every pair of a key; it needs one run per query.
+    added to every pair of a key.
     """
     load_operators()
     batch, groups, queries, classes = first.shape
@@ -172,7 +173,7 @@ def attend_runs(
         run_hi=end.to(torch.int32).reshape(rows, queries, classes).contiguous(),
         source=source,
     )
-    bias = None if key_bias is None else (key_bias.double() * math.log2(math.e)).contiguous()
+    bias = None if key_bias is None else _in_base_2(key_bias)
     options = {"scale": scale, "softcap": softcap or 0.0, "groups": groups, "key_bias": bias}
     return _run(q, k, v, plan, kind=NONE if bias is None else TABLE, **options)[0]
 
@@ -257,6 +258,7 @@ def choice_gradient(
         rows(layout.query_segments),
         rows(layout.key_segments),
         rows(layout.key_valid),
+        None if bias.of_key is None else bias.of_key.double().contiguous(),
         _gates_by_distance(config),
         torch.iinfo(torch.int32).max if layout.window is None else layout.window,
         scale,
@@ -383,6 +385,10 @@ def _hard_gates(config: MoSARConfig) -> Tensor:
 def _log_gates(config: MoSARConfig) -> Tensor:
     """log2 of the gates per (label, class), for exponents other than 2."""
     return _gates(config).double().log2().clamp_min(_NEVER).float()
+
+
+def _in_base_2(key_bias: Tensor) -> Tensor:
+    return (key_bias.double() * math.log2(math.e)).contiguous()
 
 
 def _padded(rows: Tensor) -> Tensor:

@@ -58,7 +58,8 @@ def attend(
     options = {"scale": scores.scale, "softcap": scores.softcap}
     if isinstance(bias, LabelBias) and bias.ends_at_reach:
         plan = build_plan(sparse_plan_input(bias.query, bias.key, bias.config, layout))
-        return _attend(q, k, v, plan, bias.groups, _bias_of_labels(bias), **options)
+        by_label = _bias_of_labels(bias, k.shape[1])
+        return _attend(q, k, v, plan, bias.groups, by_label, bias_by_head=True, **options)
     plan = build_plan(dense_plan_input(layout))
     if isinstance(bias, DistanceBias):
         by_distance = _bias_by_distance(bias, k.shape[1])
@@ -68,7 +69,7 @@ def attend(
     return _attend(q, k, v, plan, bias.groups, _bias_of_mixture(bias, layout), **options)
 
 
-def _bias_of_labels(given: LabelBias) -> BiasOfTile:
+def _bias_of_labels(given: LabelBias, kv_heads: int) -> BiasOfTile:
     config, geometry = given.config, pair_geometry(given.config)
     boundless = class_reach(config) == math.inf
 
@@ -78,7 +79,13 @@ def _bias_of_labels(given: LabelBias) -> BiasOfTile:
         tables = (table[label].to(columns.device)[columns] for table in geometry)
         flat = boundless[label].to(columns.device)[tile.classes]
         pairs = PairGeometry(*tables)
-        return log_gate(tile.distances, *pairs, config).masked_fill(flat, 0.0)
+        gates_TS = log_gate(tile.distances, *pairs, config).masked_fill(flat, 0.0)
+        if given.of_key is None:
+            return gates_TS
+        of_group = given.of_key.unflatten(1, (given.groups, -1))[tile.batch, tile.groups]
+        per_group = kv_heads // given.groups
+        of_key_BKJS = of_group[..., tile.keys].unflatten(2, (per_group, -1)).flatten(1, 2)
+        return gates_TS + of_key_BKJS[..., None, :]
 
     return bias
 

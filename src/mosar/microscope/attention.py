@@ -3,9 +3,10 @@
     p_i = softmax_j(cap(scale q_i·k_j) + bias_ij)     over every key that exists for query i
     outside_i = sum of p_ij over j that are not in the support of i
 
-bias is the log gate of the pair's labels, with its floor beyond the reach (top-1 routing). A
-retrofitted layer has none: there p is what the base model attends to. Rows are computed for a chunk
-of queries at a time, so that memory grows with the length and not with its square.
+bias is the log gate of the pair's labels, with its floor beyond the reach (top-1 routing), and what
+forget gates add. A retrofitted layer has none: there p is what the base model attends to. Rows are
+computed for a chunk of queries at a time, so that memory grows with the length and not with its
+square.
 
 Shapes: H query heads, K key/value heads, Gr routing groups, T tokens, Q queries of a chunk, S keys,
 R regimes, C classes of keys (R, or R + 1 with sinks), E entries that are kept.
@@ -67,11 +68,13 @@ def view_layer(
     scale: float | None,
     softcap: float | None,
     window: int | None = None,
+    of_key: Tensor | None = None,
     **ignored: Any,
 ) -> LayerView:
     """One layer's view, from q [H, T, D] and k [K, T, D] after rotation, and labels [Gr, T].
 
-    gated: whether pairs are weighed by their gate, as in top-1 routing.
+    gated: whether pairs are weighed by their gate, as in top-1 routing. of_key [H, T]: what is
+    added to every pair of a key.
     """
     heads, length = q.shape[0], q.shape[1]
     labels_q, labels_k = labels
@@ -91,8 +94,13 @@ def view_layer(
         bias_GQS = None
         if gate_RCN is not None:
             bias_GQS = gate_RCN[query_GQ1, key_G1S, distance_QS.clamp_min(0)]
+        of_key_HS = None
+        if of_key is not None:
+            # It grows along the text; what matters are differences from the newest key.
+            of_key_HS = (of_key[:, :stop] - of_key[:, stop - 1 : stop]).float()
         share_GQS = _attention(
-            q[:, start:stop], k[:, :stop], bias_GQS, exists_QS, len(labels_q), scale, softcap
+            *(q[:, start:stop], k[:, :stop], bias_GQS, of_key_HS, exists_QS),
+            *(len(labels_q), scale, softcap),
         )
         inside_GQS = exists_QS & (distance_QS <= reach_RC[query_GQ1, key_G1S])
         read_GQS = share_GQS * inside_GQS
@@ -131,6 +139,7 @@ def _attention(
     q: Tensor,
     k: Tensor,
     bias_GQS: Tensor | None,
+    of_key_HS: Tensor | None,
     exists_QS: Tensor,
     groups: int,
     scale: float | None,
@@ -145,6 +154,8 @@ def _attention(
         score_HQS = (score_HQS / softcap).tanh_().mul_(softcap)
     if bias_GQS is not None:
         score_HQS += bias_GQS.repeat_interleave(heads // groups, dim=0)
+    if of_key_HS is not None:
+        score_HQS += of_key_HS[:, None]
     score_HQS.masked_fill_(~exists_QS, -torch.inf)
     return score_HQS.softmax(dim=-1).unflatten(0, (groups, -1)).mean(dim=1)
 

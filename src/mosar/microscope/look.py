@@ -102,7 +102,7 @@ def look(
         config=subject.config,
         views=views,
         rankings=rank_choosers(labels, read.pieces, subject.config),
-        savings=sum_savings(views, subject.config, subject.key_copies),
+        savings=sum_savings(views, subject.config, subject.key_copies, evicts=subject.evicts),
         gated=subject.gated,
         hard=subject.hard,
     )
@@ -121,13 +121,15 @@ class _DecoderSubject:
                 "give a variant with routers, such as mosar"
             )
         self.decoder, self.config, self.key_copies = decoder, geometry.config, geometry.key_copies
-        self.notes, self.hard = [], geometry.is_hard
+        self.notes, self.hard, self.evicts = [], geometry.is_hard, geometry.evicts
         if self.hard:
             self.notes.append(
                 "The model was trained with hard routing and never reads outside of the support. "
                 "The shares outside are what such pairs would get if they kept the floor of their "
                 "gates."
             )
+        if not self.evicts:
+            self.notes.append("Its cache keeps every key: those of forget gates are not dropped.")
 
     @torch.inference_mode()
     def view(self, tokens: Sequence[int], advance: Callable[[], None]) -> list[LayerView]:
@@ -136,6 +138,8 @@ class _DecoderSubject:
         def watch(
             geometry: MoSAR, q: Tensor, k: Tensor, v: Tensor, routed: LayerRouting, options: Any
         ) -> None:
+            of_key = geometry.key_bias(**options)
+            options["of_key"] = None if of_key is None else of_key[0]
             views.append(_view(q, k, routed, geometry.config, gated=True, options=options))
             advance()
 
@@ -149,7 +153,7 @@ class _DecoderSubject:
 class _RetrofitSubject:
     """A model of others with routers of ours."""
 
-    gated, hard, key_copies = False, False, 1
+    gated, hard, key_copies, evicts = False, False, 1, True
 
     def __init__(self, attached: Retrofit):
         from mosar.integrations.retrofit.base_model import context_length
@@ -183,7 +187,7 @@ def _view(
     q: Tensor, k: Tensor, routed: LayerRouting, config: MoSARConfig, *, gated: bool, options: Any
 ) -> LayerView:
     labels_q, labels_k = (x[0] if x.dim() == 3 else x for x in routed.labels)
-    kept = {name: options.get(name) for name in ("scale", "softcap", "window")}
+    kept = {name: options.get(name) for name in ("scale", "softcap", "window", "of_key")}
     return view_layer(q[0], k[0], (labels_q, labels_k), config, gated=gated, **kept)
 
 

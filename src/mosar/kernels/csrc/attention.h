@@ -92,10 +92,10 @@ struct Problem {
   const float *pi_q, *pi_k;
   int64_t regimes, columns;
   float epsilon;  // lower bound of the worth; 0: pairs of worth 0 do not exist
-  // kTable: log2 biases per head (or one for all), slopes, and biases of keys [batch][query_heads]
-  // [keys], all in base 2; any may be null.
+  // kTable: log2 biases per head (or one for all) and slopes, both in base 2; any may be null.
   const float *table, *slopes;
   int64_t table_rows, table_length;
+  // kTable and kGeometry: biases of keys [batch][query_heads][keys], in base 2, or null.
   const double* key_bias;
 };
 
@@ -176,9 +176,11 @@ class Attention {
         dim_((problem.dim + kWidth - 1) / kWidth * kWidth),
         share_(problem.query_heads / problem.kv_heads),
         // If a bias is looked up per token, the heads share it: lanes are tokens of one head, and a
-        // unit has all heads of the routing group. Otherwise lanes are tokens and heads of one KV
-        // head together, which trims the runs most tightly.
-        lanes_are_tokens_(problem.bias == Bias::kWorth || problem.bias == Bias::kTable),
+        // unit has all heads of the routing group. If keys have a bias, it is that of one head too.
+        // Otherwise lanes are tokens and heads of one KV head together, which trims the runs most
+        // tightly.
+        lanes_are_tokens_(problem.bias == Bias::kWorth || problem.bias == Bias::kTable ||
+                          problem.key_bias),
         key_block_(dim_ <= 96 ? 128 : 64) {
     sort_keys();
     make_units();
@@ -201,10 +203,10 @@ class Attention {
     int64_t head0;        // the head of all lanes when lanes are tokens
     alignas(64) int32_t pos[kLanes];
     int32_t pos_max;
-    // The biases of keys of this head. They can grow without limit along a text, so they are taken
-    // relative to the bias of the newest key that the first lane reads, in double.
+    // The biases of keys of this head. They can grow without limit along a text, so each lane takes
+    // them relative to the bias of the newest key that it reads, in double.
     const double* key_bias;
-    double key_shift;
+    double key_shift[kLanes];
     std::vector<int32_t> lo, hi;                          // [classes][kLanes]
     std::vector<int32_t> lo_min, lo_max, hi_min, hi_max;  // [classes]
     std::vector<int32_t> flat_from;                       // [classes]: no transition from here on
@@ -501,11 +503,14 @@ class Attention::Worker {
     group.key_bias = nullptr;
     if (p_.key_bias) {
       group.key_bias = p_.key_bias + (unit.b * p_.query_heads + group.head0) * p_.keys;
-      group.key_shift = 0;
-      for (int l = 0; l < count; ++l) {
-        if (group.lo[l] >= group.hi[l]) continue;
-        group.key_shift = group.key_bias[order_k_[group.hi[l] - 1]];
-        break;
+      for (int l = 0; l < kLanes; ++l) {
+        int32_t newest = -1;
+        for (int64_t c = 0; c < p_.classes; ++c) {
+          const int32_t last = group.hi[c * kLanes + l] - 1;
+          if (last < group.lo[c * kLanes + l]) continue;
+          if (newest < 0 || pos_k_[last] > pos_k_[newest]) newest = last;
+        }
+        group.key_shift[l] = newest < 0 ? 0 : group.key_bias[order_k_[newest]];
       }
     }
     for (int64_t c = 0; c < p_.classes; ++c) {
@@ -682,7 +687,7 @@ class Attention::Worker {
   void finish_scores(const Group& group, int64_t c, int32_t begin, int32_t end, int32_t block,
                      float* slope) {
     const bool hard = p_.bias == Bias::kWorth && p_.epsilon == 0;
-    const bool every_row = p_.softcap > 0 || p_.bias == Bias::kTable || hard;
+    const bool every_row = p_.softcap > 0 || p_.bias == Bias::kTable || hard || group.key_bias;
     const int32_t plain_from =
         std::clamp(std::max(group.lo_max[c], group.flat_from[c]), begin, end);
     const int32_t plain_to = std::clamp(group.hi_min[c], plain_from, end);
@@ -693,6 +698,7 @@ class Attention::Worker {
       vf added[2] = {};
       if (p_.bias == Bias::kTable) table_bias(group, j, added);
       if (p_.bias == Bias::kGeometry && j < group.flat_from[c]) gate_bias(group, c, pos_k_[j], added);
+      if (group.key_bias) key_bias(group, j, added);
       const bool masked = j < group.lo_max[c] || j >= group.hi_min[c];
       for (int v = 0; v < 2; ++v) {
         vf s = load(row + v * kWidth);
@@ -727,9 +733,14 @@ class Attention::Worker {
     if (p_.slopes)
       for (int v = 0; v < 2; ++v)
         added[v] -= p_.slopes[group.head0] * to_float(load_int(group.pos + v * kWidth) - key_pos);
-    if (group.key_bias) {
-      const float of_key = static_cast<float>(group.key_bias[order_k_[j]] - group.key_shift);
-      for (int v = 0; v < 2; ++v) added[v] += of_key;
+  }
+
+  void key_bias(const Group& group, int32_t j, vf* added) const {
+    const double of_key = group.key_bias[order_k_[j]];
+    for (int v = 0; v < 2; ++v) {
+      vd shift;
+      std::memcpy(&shift, group.key_shift + v * kWidth, sizeof shift);
+      added[v] += to_float(of_key - shift);
     }
   }
 
@@ -877,7 +888,7 @@ class Attention::Worker {
         o[d] = static_cast<float>(rows_[l * dim_ + d] * inverse);
       softmax[group.row[l]] = group.max[l];
       softmax[rows + group.row[l]] = static_cast<float>(sum);
-      const double shift = group.key_bias ? group.key_shift : 0;
+      const double shift = group.key_bias ? group.key_shift[l] : 0;
       lse[group.row[l]] = log_sum(group.max[l] + shift, sum);
     }
   }

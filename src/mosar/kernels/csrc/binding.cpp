@@ -203,11 +203,12 @@ mosar::Problem problem(const Tensor& q, const Tensor& k, const Tensor& v,
   }
   if (p.bias == mosar::Bias::kTable) {
     p.slopes = data<float>(slopes, "slopes", {p.query_heads});
-    p.key_bias = data<double>(key_bias, "key_bias", {p.batch, p.query_heads, p.keys});
-    check(!p.key_bias || p.classes == 1, "key_bias needs a plan of one class");
     check(!p.table || p.table_rows == 1 || p.table_rows == p.query_heads,
           "table must have one row, or one per query head");
   }
+  p.key_bias = data<double>(key_bias, "key_bias", {p.batch, p.query_heads, p.keys});
+  check(!p.key_bias || p.bias == mosar::Bias::kTable || p.bias == mosar::Bias::kGeometry,
+        "key_bias goes with a table or with labels");
   return p;
 }
 
@@ -257,7 +258,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> atten
   const bool by_distance = p.bias == mosar::Bias::kTable;
   const bool table_learns = by_distance && p.table && learned & 1;
   const bool slopes_learn = by_distance && p.slopes && learned & 2;
-  const bool keys_learn = by_distance && p.key_bias && learned & 4;
+  const bool keys_learn = p.key_bias && learned & 4;
   Tensor dtable = table_learns ? empty(q, {table->size(0), table->size(1)}, ScalarType::Float)
                                : empty(q, {0}, ScalarType::Float);
   Tensor dslopes = empty(q, {slopes_learn ? p.query_heads : 0}, ScalarType::Float);
@@ -466,8 +467,8 @@ std::tuple<Tensor, Tensor> choice_gradient(
     const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& dout, const Tensor& lse,
     const Tensor& delta, const Tensor& labels_q, const Tensor& classes_k, const Tensor& pos_q,
     const Tensor& pos_k, const std::optional<Tensor>& segment_q, const std::optional<Tensor>& segment_k,
-    const std::optional<Tensor>& valid_k, const Tensor& table, int64_t window, double scale,
-    double softcap) {
+    const std::optional<Tensor>& valid_k, const std::optional<Tensor>& of_key, const Tensor& table,
+    int64_t window, double scale, double softcap) {
   mosar::ChoiceProblem p{};
   p.q = matrix(q, "q"), p.k = matrix(k, "k"), p.v = matrix(v, "v"), p.dout = matrix(dout, "dout");
   p.batch = q.size(0), p.query_heads = q.size(1), p.queries = q.size(2), p.dim = q.size(3);
@@ -494,6 +495,7 @@ std::tuple<Tensor, Tensor> choice_gradient(
   p.segment_q = data<int64_t>(segment_q, "segment_q", {p.batch, p.queries});
   p.segment_k = data<int64_t>(segment_k, "segment_k", {p.batch, p.keys});
   p.valid_k = data<bool>(valid_k, "valid_k", {p.batch, p.keys});
+  p.of_key = data<double>(of_key, "of_key", {p.batch, p.query_heads, p.keys});
   for (int64_t i = 0; i < p.batch * p.groups * p.queries; ++i)
     check(p.label_q[i] >= 0 && p.label_q[i] < p.regimes, "labels_q must be regimes");
   for (int64_t i = 0; i < p.batch * p.groups * p.keys; ++i)
@@ -528,7 +530,8 @@ STABLE_TORCH_LIBRARY(mosar, m) {
   m.def(
       "choice_gradient(Tensor q, Tensor k, Tensor v, Tensor dout, Tensor lse, Tensor delta, "
       "Tensor labels_q, Tensor classes_k, Tensor pos_q, Tensor pos_k, Tensor? segment_q, "
-      "Tensor? segment_k, Tensor? valid_k, Tensor table, int window, float scale, float softcap) "
+      "Tensor? segment_k, Tensor? valid_k, Tensor? of_key, Tensor table, int window, float scale, "
+      "float softcap) "
       "-> (Tensor, Tensor)");
   m.def("geglu(Tensor gate, Tensor up) -> Tensor");
   m.def("geglu_backward(Tensor gradient, Tensor gate, Tensor up) -> (Tensor, Tensor)");

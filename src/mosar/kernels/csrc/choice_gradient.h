@@ -25,6 +25,7 @@ struct ChoiceProblem {
   const int64_t *pos_q, *pos_k;         // [batch][queries or keys]
   const int64_t *segment_q, *segment_k; // likewise, or null
   const bool* valid_k;                  // [batch][keys], or null
+  const double* of_key;                 // [batch][query_heads][keys], added to the scores of a key; or null
   const float* table;                   // [length][regimes][columns]; the last row holds for all farther keys
   int64_t length, window;
   float scale, softcap;
@@ -172,6 +173,10 @@ class ChoiceGradient {
       return any;
     }
 
+    double of_key(int64_t head, int64_t j) const {
+      return p_.of_key[(b_ * p_.query_heads + head) * p_.keys + j];
+    }
+
     void key(int64_t l, int64_t j, int64_t place, int64_t head0, float* dpi_k) {
       if (!look_up(l, j)) return;
       vf* total = total_.data();
@@ -183,7 +188,10 @@ class ChoiceGradient {
           const int64_t row = row0 + i * g_.lane_groups_ * kLanes + v * kWidth;
           vf s = load(scores_.data() + at) * p_.scale;
           if (p_.softcap > 0) s = p_.softcap * tanh(s / p_.softcap);
-          const vf e = exp2(max(min((s - load(lse_ + row)) * kLog2e, splat(kHighest)), splat(kSmallest)));
+          const vf lse = load(lse_ + row);
+          // Both grow along a text, so their difference is taken in double.
+          s += p_.of_key ? to_float(of_key(head0 + i, j) - to_double(lse)) : -lse;
+          const vf e = exp2(max(min(s * kLog2e, splat(kHighest)), splat(kSmallest)));
           const vf a = load(dprobs_.data() + at) - load(delta_ + row);
           float* sums = sums_ + (l * g_.share_ + i) * p_.regimes * 2 * kLanes + v * kWidth;
           const vf now = load(now_ + v * kWidth);
