@@ -142,11 +142,16 @@ def test_autocast_and_autograd_change_nothing():
 
 
 def recorded(case):
-    """The arguments of the last `cache_append` and `cache_attend`."""
+    """The arguments of the last `cache_append` and `cache_attend`; rich keys have a bias."""
     cache = new_cache(case, impl="native")
-    feed(cache, case, 0, 50)
+
+    def of_key(length):
+        some = torch.ones(case.batch, case.num_heads, length, dtype=torch.float64)
+        return some if case is RICH else None
+
+    feed(cache, case, 0, 50, of_key=of_key(50))
     with Recorder() as recorder:
-        feed(cache, case, 50, 51)
+        feed(cache, case, 50, 51, of_key=of_key(1))
     return [
         copied(recorder.calls[operator])
         for operator in (
@@ -173,12 +178,12 @@ def test_opcheck(case):
 
 STATE = ("k_pool", "v_pool", "table", "marks")
 APPEND = (
-    *("k", "v", "labels", "positions", "valid", *STATE, "free", "progress", "reach"),
-    *("slot", "sinks", "margin"),
+    *("k", "v", "labels", "positions", "valid", *STATE, "free", "progress", "biases", "bias"),
+    *("reach", "slot", "sinks", "margin"),
 )
 ATTEND = (
-    *("q", "labels", "positions", *STATE, "progress", "reach", "geometry", "position"),
-    *("scale", "softcap", "barrier", "exponent"),
+    *("q", "labels", "positions", *STATE, "progress", "biases", "bias_q", "reach", "geometry"),
+    *("position", "scale", "softcap", "barrier", "exponent"),
 )
 
 

@@ -70,9 +70,18 @@ def new_cache(case: Case, **options: Any) -> RegimeLayerCache:
 
 
 def feed(
-    cache: RegimeLayerCache, case: Case, begin: int, end: int, *, rows: Tensor | None = None
+    cache: RegimeLayerCache,
+    case: Case,
+    begin: int,
+    end: int,
+    *,
+    rows: Tensor | None = None,
+    of_key: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Tokens begin..end of a case into a cache: output and log-sum-exp of their queries."""
+    """Tokens begin..end of a case into a cache: output and log-sum-exp of their queries.
+
+    of_key: of these tokens and rows.
+    """
 
     def part(x: Tensor | None, axis: int) -> Tensor | None:
         if x is None:
@@ -89,6 +98,7 @@ def feed(
         part(case.v, 2),
         key_positions=part(case.key_positions, 1),
         key_valid=part(case.key_valid, 1),
+        of_key=of_key,
         **{routing[0]: part(pair[0], axis)},
     )
     return cache.attend(

@@ -1,6 +1,7 @@
 """The regime cache: it gives what attention over all tokens gives, and it forgets exactly."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ from hypothesis import strategies as st
 
 from cases import Case
 from mosar import MoSARConfig, Regime
+from mosar.attention import attend
 from mosar.bench.labels import make_labels
+from mosar.core.bias import routed_bias
 from mosar.model.cache import RegimeCache, RegimeLayerCache
 from mosar.model.cache.regime_lists import PAGE
 
@@ -134,6 +137,83 @@ def test_any_use(data):
         if cache.batch_size and (not evict or case.routing != "sparse"):
             assert (sum(cache.regime_counts.values()) == cache.lengths[:, None]).all()
             assert 0 <= cache.used_bytes <= cache.allocated_bytes
+
+
+@given(st.data())
+def test_any_use_with_a_bias_of_keys(data):
+    """A running sum goes on from `last_of_key`, whatever happened to the cache."""
+    impl = data.draw(st.sampled_from(("native", "tiled")))
+    dtype = torch.float32 if impl == "native" else torch.float64
+    case = data.draw(streams(max_length=70, dtype=dtype))
+    steps_BHS = 3 * torch.rand(
+        (case.batch, case.num_heads, case.num_keys),
+        generator=torch.Generator().manual_seed(case.seed),
+        dtype=torch.float64,
+    )
+    if case.key_valid is not None:
+        steps_BHS = steps_BHS.masked_fill(~case.key_valid[:, None], 0)
+    bias = routed_bias(case.pi_q.double(), case.pi_k.double(), case.config, "sparse")
+    bias = replace(bias, of_key=steps_BHS.cumsum(dim=-1))
+    heads, options = (x.double() for x in (case.q, case.k, case.v)), dict(case.options)
+    options["query_positions"] = case.key_positions
+    whole = attend(*heads, bias, impl="reference", return_lse=True, **options)
+    margin = data.draw(st.sampled_from((0, 1, 8)))
+    cache = new_cache(case, crop_margin=margin, impl=impl)
+    rows, at = torch.arange(case.batch), 0
+    for size in data.draw(portions(case.num_keys)):
+        size = min(size, case.num_keys - at)
+        given = steps_BHS[rows, :, at : at + size].cumsum(dim=-1)
+        before = cache.last_of_key
+        given = given if before is None else given + before[:, :, None]
+        found = feed(cache, case, at, at + size, rows=rows, of_key=given)
+        valid = torch.ones(len(rows), 1, size, dtype=torch.bool)
+        if case.key_valid is not None:
+            valid = case.key_valid[rows, None, at : at + size]
+        for ours, exact in zip(found, whole, strict=True):
+            exact = exact[rows][:, :, at : at + size]
+            seen = valid[..., None].expand_as(exact) if exact.dim() == 4 else valid.expand_as(exact)
+            close = {"rtol": 1e-5, "atol": 1e-4} if impl == "native" else {"rtol": 0, "atol": 1e-10}
+            torch.testing.assert_close(ours[seen].double(), exact[seen], **close)
+        at += size
+        change = data.draw(st.sampled_from(("crop", "reorder", "select", *("nothing",) * 4)))
+        indices = torch.tensor(data.draw(st.lists(st.integers(0, len(rows) - 1), min_size=1)))[:4]
+        if change == "crop":
+            back = data.draw(st.integers(0, min(at, margin)))
+            cache.crop(at - back)
+            at -= back
+        elif change == "reorder":
+            indices = indices.repeat(len(rows))[: len(rows)]
+            cache.reorder(indices)
+            rows = rows[indices]
+        elif change == "select":
+            cache.batch_select(indices)
+            rows = rows[indices]
+
+
+@pytest.mark.parametrize(
+    ("of_key", "routing", "said"),
+    [
+        ([1.0], "sparse", "of_key must be a tensor, got list"),
+        (
+            torch.zeros(1, 3, 2),
+            "sparse",
+            r"of_key must be \[1, a multiple of 2, 2\] float64 .* got",
+        ),
+        (torch.zeros(1, 2, 2), "sparse", "got .*float32"),
+        (torch.zeros(1, 2, 3).double(), "sparse", r"got \[1, 2, 3\]"),
+        (torch.zeros(1, 2, 2).double(), "top1", "of_key is for sparse routing, .* for top1"),
+    ],
+)
+def test_wrong_biases_of_keys(of_key, routing, said):
+    case = stream(config=SHORT, kv_heads=2, num_keys=2)
+    cache = RegimeLayerCache(SHORT, routing=routing)
+    with pytest.raises(ValueError, match=said):
+        cache.update(case.k, case.v, case.labels[1], of_key=of_key)
+    assert not cache.slots
+    if routing == "sparse":
+        cache.update(case.k, case.v, case.labels[1])
+        with pytest.raises(ValueError, match="of_key must be given always or never"):
+            cache.update(case.k, case.v, case.labels[1], of_key=torch.zeros(1, 2, 2).double())
 
 
 @pytest.mark.parametrize("case", [PLAIN, RICH], ids=["plain", "rich"])

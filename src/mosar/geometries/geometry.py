@@ -88,8 +88,6 @@ class Geometry(nn.Module):
     """The paper or repository that it follows."""
     checked: ClassVar[str] = "its law"
     """What its results were compared with."""
-    evicts: ClassVar[bool] = False
-    """Whether its cache is one by regimes, which drops keys that no later query reads."""
     reads_hidden: ClassVar[bool] = False
     """Whether `attend` is given `hidden`, the input that q, k and v are projected from."""
     mode: Mode | None = None

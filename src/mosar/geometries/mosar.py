@@ -34,7 +34,7 @@ _FLOOR_LEVELS = 64
 class MoSAR(Rope):
     """Routed regimes over RoPE: two routers read the rotated q and k, the gates follow."""
 
-    routed, evicts, family = True, True, "routing"
+    routed, family = True, "routing"
     source, learns = "MoSAR", "routers of queries and keys"
     adaptive, decay = True, "learned"
     checked = "its law, and an independent oracle"

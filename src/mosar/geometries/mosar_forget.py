@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from mosar.attention import Routing, attend
-from mosar.core.bias import LabelBias
 from mosar.geometries.config import AttentionConfig
 from mosar.geometries.fox import forgotten, log_forget
 from mosar.geometries.geometry import Attended, HeadShape, LayerRouting, ParameterPart
@@ -31,7 +30,7 @@ from mosar.geometries.mosar import MoSAR
 class ForgettingMoSAR(MoSAR):
     """Hard regimes, and a forget gate per token and query head from the layer's input."""
 
-    reads_hidden, evicts = True, False
+    reads_hidden = True
     learns = "routers and forget gates"
     source, checked = "MoSAR, Lin et al. 2025 (FoX)", "its law; fox if all is global"
 
@@ -47,7 +46,8 @@ class ForgettingMoSAR(MoSAR):
 
     @property
     def kept_notes(self) -> int:
-        return self.shape.num_heads + self.config.routing_groups
+        # A float64 for each head is two numbers.
+        return 2 * self.shape.num_heads
 
     def note(self, q: Tensor, k: Tensor, hidden: Tensor | None) -> Tensor:
         """ln f of every token, [B, H, T]."""
@@ -67,32 +67,10 @@ class ForgettingMoSAR(MoSAR):
         return -forgotten(notes, key_valid)
 
     def attend_cached(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cache: Any,
-        *,
-        routing: Routing,
-        key_positions: Tensor,
-        key_valid: Tensor | None,
-        hidden: Tensor | None = None,
-        notes: Tensor,
-        **options: Any,
+        self, q: Tensor, k: Tensor, v: Tensor, cache: Any, *, notes: Tensor, **options: Any
     ) -> Attended:
-        """With a `DenseLayerCache`, which keeps the gates and the labels of the keys as notes."""
-        routed = self.route(q, k)
-        keys = self.store(k, v, cache, routed, routing, key_positions, key_valid, notes)
-        notes, labels_k = keys.notes.split_with_sizes((q.shape[1], self.config.routing_groups), 1)
-        labels_q = _grouped(routed.query.labels)
-        bias = LabelBias(labels_q, labels_k.long(), self.config, ends_at_reach=True)
-        placement = {
-            "query_positions": None if keys.positions is None else key_positions,
-            "key_positions": keys.positions,
-            "key_valid": keys.valid,
-        }
-        options = placement | options
-        return self.attend_routed(q, keys.k, keys.v, bias, notes=notes, **options), routed
+        of_key = self._continued(cache, notes, options["key_valid"])
+        return super().attend_cached(q, k, v, cache, of_key=of_key, **options)
 
     def store(
         self,
@@ -104,10 +82,16 @@ class ForgettingMoSAR(MoSAR):
         key_positions: Tensor | None,
         key_valid: Tensor | None,
         notes: Tensor | None = None,
-    ) -> Any:
+    ) -> None:
         assert isinstance(told, LayerRouting) and notes is not None
-        notes = torch.cat([notes, _grouped(told.key.labels).to(notes.dtype)], dim=1)
-        return cache.update(k, v, key_positions=key_positions, key_valid=key_valid, notes=notes)
+        of_key = self._continued(cache, notes, key_valid)
+        placement = {"key_positions": key_positions, "key_valid": key_valid}
+        cache.update_routed(k, v, told, of_key=of_key, **placement)
+
+    def _continued(self, cache: Any, notes: Tensor, key_valid: Tensor | None) -> Tensor:
+        """The running sum of new tokens, from that of the cache on, [B, H, S]."""
+        of_key, before = self.key_bias(notes=notes, key_valid=key_valid), cache.last_of_key
+        return of_key if before is None else of_key + before[:, :, None]
 
     def parameter_parts(self) -> list[ParameterPart]:
         count, weights = (self.forget_weight.numel() + len(self.forget_bias)), len(self.forget_bias)
@@ -122,8 +106,3 @@ class ForgettingMoSAR(MoSAR):
             parameter.normal_(std=0.02, generator=generator)
         else:
             super().init_parameter(name, parameter, generator)
-
-
-def _grouped(labels: Tensor) -> Tensor:
-    """[B, Gr, T], also if there is one group."""
-    return labels if labels.dim() == 3 else labels[:, None]

@@ -1,6 +1,6 @@
 """The regime KV cache in C++: append one token per row, and attend with one query per row.
 
-The state of a cache is six tensors: k_pool, v_pool, table, marks, free, progress.
+The state of a cache is seven tensors: k_pool, v_pool, table, marks, free, progress, biases.
 `mosar.model.cache.regime_lists` owns and describes them. See csrc/lists.h and csrc/decode.h.
 """
 
@@ -15,7 +15,7 @@ from mosar.core.config import MoSARConfig
 from mosar.kernels import native
 
 IMPLEMENTATIONS = ("auto", "native", "tiled", "triton")
-State = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+State = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def can_serve(impl: str, device: torch.device, dtype: torch.dtype) -> bool:
@@ -49,15 +49,17 @@ def append_token(
     slot: int,
     sinks: int,
     margin: int,
+    of_key: Tensor | None = None,
 ) -> int:
     """Stores k, v [B, Hkv, 1, D] of labels [B, Gr] and evicts, in place.
 
     reach [C]: how far any query can read each class; margin: keys are kept for this many more
-    positions, below 0 for ever. Returns how many more tokens fit before the state must grow.
+    positions, below 0 for ever. of_key [B, Hq] float64: what is added to every pair of the key.
+    Returns how many more tokens fit before the state must grow.
     """
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.mosar.cache_append.default(
-            k, v, labels, positions, valid, *state, reach, slot, sinks, margin
+            k, v, labels, positions, valid, *state, of_key, reach, slot, sinks, margin
         )
 
 
@@ -73,13 +75,15 @@ def attend_token(
     scale: float,
     softcap: float | None,
     config: MoSARConfig,
+    of_key: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of q [B, Hq, 1, D] with labels [B, Gr] over the lists.
 
     The output has the dtype of q. reach [R, C]; geometry is the result of `pair_table`; position:
-    the position of every row if no positions [B, 1] are given.
+    the position of every row if no positions [B, 1] are given. of_key [B, Hq] float64: that of the
+    newest key, if keys have one.
     """
-    k_pool, v_pool, table, marks, _, progress = state
+    k_pool, v_pool, table, marks, _, progress, biases = state
     with torch._C._AutoDispatchBelowAutograd():
         out, lse = torch.ops.mosar.cache_attend.default(
             q.float().contiguous(),
@@ -90,6 +94,8 @@ def attend_token(
             table,
             marks,
             progress,
+            biases,
+            of_key,
             reach,
             geometry,
             position,

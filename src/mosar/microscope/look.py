@@ -102,7 +102,7 @@ def look(
         config=subject.config,
         views=views,
         rankings=rank_choosers(labels, read.pieces, subject.config),
-        savings=sum_savings(views, subject.config, subject.key_copies, evicts=subject.evicts),
+        savings=sum_savings(views, subject.config, subject.key_copies),
         gated=subject.gated,
         hard=subject.hard,
     )
@@ -121,15 +121,13 @@ class _DecoderSubject:
                 "give a variant with routers, such as mosar"
             )
         self.decoder, self.config, self.key_copies = decoder, geometry.config, geometry.key_copies
-        self.notes, self.hard, self.evicts = [], geometry.is_hard, geometry.evicts
+        self.notes, self.hard = [], geometry.is_hard
         if self.hard:
             self.notes.append(
                 "The model was trained with hard routing and never reads outside of the support. "
                 "The shares outside are what such pairs would get if they kept the floor of their "
                 "gates."
             )
-        if not self.evicts:
-            self.notes.append("Its cache keeps every key: those of forget gates are not dropped.")
 
     @torch.inference_mode()
     def view(self, tokens: Sequence[int], advance: Callable[[], None]) -> list[LayerView]:
@@ -153,7 +151,7 @@ class _DecoderSubject:
 class _RetrofitSubject:
     """A model of others with routers of ours."""
 
-    gated, hard, key_copies, evicts = False, False, 1, True
+    gated, hard, key_copies = False, False, 1
 
     def __init__(self, attached: Retrofit):
         from mosar.integrations.retrofit.base_model import context_length

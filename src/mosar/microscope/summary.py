@@ -117,10 +117,7 @@ class Savings:
     """How often a key is stored: once for each routing group that shares its head."""
 
 
-def sum_savings(
-    views: Sequence[LayerView], config: MoSARConfig, key_copies: int, *, evicts: bool = True
-) -> Savings:
-    """evicts: whether the cache drops the keys that no later query reads."""
+def sum_savings(views: Sequence[LayerView], config: MoSARConfig, key_copies: int) -> Savings:
     length = views[0].reads.shape[-1]
     causal_T = torch.arange(1, length + 1, dtype=torch.float64)
     reads_LT = torch.stack([view.reads.double().mean(dim=0) for view in views])
@@ -128,7 +125,7 @@ def sum_savings(
         [causal_T if v.window is None else causal_T.clamp_max(v.window + 1) for v in views]
     )
     alive_LT = key_copies * torch.stack(
-        [count_alive(view, config).double().mean(dim=0) if evicts else causal_T for view in views]
+        [count_alive(view, config).double().mean(dim=0) for view in views]
     )
     places = torch.linspace(0, length - 1, min(length, _POINTS)).round().long()
     return Savings(

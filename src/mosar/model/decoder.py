@@ -104,7 +104,7 @@ class Decoder(nn.Module):
     def new_cache(self, routing: Routing = "sparse", **options: Any) -> RegimeCache | DenseCache:
         """An empty KV cache for `forward`; options are those of `RegimeLayerCache`.
 
-        Other geometries than MoSAR's store every key; they take no routing and no options.
+        Geometries without regimes store every key; they take no routing and no options.
         """
         geometry = self.geometries[0]
         routing = geometry.executed(routing)
@@ -242,7 +242,7 @@ def new_cache(
     model: ModelConfig, attention: AttentionConfig, routing: Routing = "sparse", **options: Any
 ) -> RegimeCache | DenseCache:
     """See `Decoder.new_cache`."""
-    if attention.geometry_class.evicts:
+    if attention.geometry_class.routed:
         unknown = sorted(options.keys() - CACHE_OPTIONS)
         if unknown:
             raise ValueError(
@@ -259,7 +259,7 @@ def check_cache(
     cache: RegimeCache | DenseCache, attention: AttentionConfig, num_layers: int
 ) -> None:
     """A ValueError for a cache of another model, or one whose layers disagree."""
-    kind = RegimeCache if attention.geometry_class.evicts else DenseCache
+    kind = RegimeCache if attention.geometry_class.routed else DenseCache
     if not isinstance(cache, kind) or len(cache) != num_layers:
         raise ValueError(
             f"cache must be a {kind.__name__} of {num_layers} layers, as new_cache makes "

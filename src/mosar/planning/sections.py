@@ -94,10 +94,8 @@ class Case:
 
     @property
     def kept_keys(self) -> float | None:
-        """Keys of a layer that a cache with eviction holds; None without a curve or eviction."""
-        if self.curve is None or not self.config.attention.geometry_class.evicts:
-            return None
-        return self.curve.kept_keys(self.mosar, self.context)
+        """Keys of a layer that a cache with eviction holds; None without a curve."""
+        return None if self.curve is None else self.curve.kept_keys(self.mosar, self.context)
 
     @property
     def cache(self) -> float:
@@ -209,7 +207,7 @@ def _cache(case: Case) -> list[Row]:
     rows: list[Row] = [
         ("every key", case.dense_cache, "B", "exact", f"{case.context:,} keys per layer")
     ]
-    if case.curve is not None and case.kept_keys is not None:
+    if case.curve is not None:
         how = f"{case.kept_keys:,.0f} keys per layer that can be read later; {case.curve.source}"
         rows.append(("sparse routing, evicting", case.cache, "B", "modelled", how))
     return rows

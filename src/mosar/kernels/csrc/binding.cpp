@@ -326,7 +326,7 @@ std::tuple<Tensor, Tensor> geglu_backward(const Tensor& gradient, const Tensor& 
 // The lists of a cache; rows and groups are those of the tensors that come with them.
 mosar::RegimeLists regime_lists(int64_t rows, int64_t groups, int64_t classes, const Tensor& k_pool,
                                 const Tensor& v_pool, const Tensor& table, const Tensor& marks,
-                                const Tensor& progress) {
+                                const Tensor& progress, const Tensor& biases) {
   constexpr int64_t keys = mosar::kPageKeys;
   check(k_pool.dim() == 4 && v_pool.dim() == 4, "k_pool and v_pool must have four dimensions");
   check(k_pool.is_cpu() && v_pool.is_cpu(), "k_pool and v_pool must be on the CPU");
@@ -345,6 +345,9 @@ mosar::RegimeLists regime_lists(int64_t rows, int64_t groups, int64_t classes, c
   lists.table = int32(data<int32_t>(table, "table", {lists.count(), table.size(1)}));
   lists.marks = int32(data<int32_t>(marks, "marks", {pages, 2, keys}));
   lists.progress = const_cast<int64_t*>(data<int64_t>(progress, "progress", {rows, 4}));
+  check(biases.dim() == 3, "biases must be [pages, heads, 32]");
+  lists.biased = biases.size(1);
+  lists.biases = const_cast<double*>(data<double>(biases, "biases", {pages, lists.biased, keys}));
   for (int64_t i = 0; i < lists.count(); ++i)
     check(mosar::List(lists, i).is_sound(), "table leaves the pool");
   return lists;
@@ -381,12 +384,13 @@ int64_t cache_append(const Tensor& k, const Tensor& v, const Tensor& labels,
                      const std::optional<Tensor>& positions, const std::optional<Tensor>& valid,
                      const Tensor& k_pool, const Tensor& v_pool, const Tensor& table,
                      const Tensor& marks, const Tensor& free, const Tensor& progress,
-                     const Tensor& reach, int64_t slot, int64_t sinks, int64_t margin) {
+                     const Tensor& biases, const std::optional<Tensor>& bias, const Tensor& reach,
+                     int64_t slot, int64_t sinks, int64_t margin) {
   check(labels.dim() == 2 && labels.size(0) > 0 && labels.size(1) > 0, "labels must be [B, Gr]");
   const int64_t rows = labels.size(0), groups = labels.size(1), classes = reach.numel();
   check(classes > (sinks > 0), "reach must hold a regime");
   mosar::RegimeLists lists =
-      regime_lists(rows, groups, classes, k_pool, v_pool, table, marks, progress);
+      regime_lists(rows, groups, classes, k_pool, v_pool, table, marks, progress, biases);
   lists.free = const_cast<int32_t*>(data<int32_t>(free, "free", {1 + lists.pages}));
   const int64_t heads = k_pool.size(1), dim = k_pool.size(2);
   for (const auto& [x, name] : {std::pair{&k, "k"}, std::pair{&v, "v"}}) {
@@ -400,6 +404,8 @@ int64_t cache_append(const Tensor& k, const Tensor& v, const Tensor& labels,
   token.label = data<int64_t>(labels, "labels", {rows, groups});
   token.position = data<int64_t>(positions, "positions", {rows, 1});
   token.valid = data<bool>(valid, "valid", {rows, 1});
+  token.bias = data<double>(bias, "of_key", {rows, groups * lists.biased});
+  check(token.bias || !lists.biased, "of_key must be given always or never");
   token.slot = slot, token.sinks = sinks, token.margin = margin;
   token.reach = data<int32_t>(reach, "reach", {classes});
   check(slot >= 0 && slot < mosar::kBoundless, "slot must stay below 2^31 - 1");
@@ -423,18 +429,22 @@ int64_t cache_append(const Tensor& k, const Tensor& v, const Tensor& labels,
 std::tuple<Tensor, Tensor> cache_attend(
     const Tensor& q, const Tensor& labels, const std::optional<Tensor>& positions,
     const Tensor& k_pool, const Tensor& v_pool, const Tensor& table, const Tensor& marks,
-    const Tensor& progress, const Tensor& reach, const Tensor& geometry, int64_t position,
-    double scale, double softcap, double barrier, double exponent) {
+    const Tensor& progress, const Tensor& biases, const std::optional<Tensor>& bias_q,
+    const Tensor& reach, const Tensor& geometry, int64_t position, double scale, double softcap,
+    double barrier, double exponent) {
   check(labels.dim() == 2 && labels.size(0) > 0 && labels.size(1) > 0, "labels must be [B, Gr]");
   check(reach.dim() == 2, "reach must be [regimes, classes]");
   const int64_t rows = labels.size(0), groups = labels.size(1), classes = reach.size(1);
   mosar::DecodeProblem p{};
-  p.lists = regime_lists(rows, groups, classes, k_pool, v_pool, table, marks, progress);
+  p.lists = regime_lists(rows, groups, classes, k_pool, v_pool, table, marks, progress, biases);
   p.heads = k_pool.size(1), p.dim = k_pool.size(2), p.labels = reach.size(0);
   check(q.dim() == 4 && q.size(1) > 0 && q.size(1) % (groups * p.heads) == 0,
         "heads of q: a multiple of those of k");
   p.share = q.size(1) / (groups * p.heads);
   p.q = data<float>(q, "q", {rows, q.size(1), 1, p.dim});
+  p.bias_q = data<double>(bias_q, "bias_q", {rows, q.size(1)});
+  check(!p.lists.biased || (p.bias_q && p.lists.biased == p.heads * p.share),
+        "keys have a bias for each of their query heads, and queries what it is relative to");
   p.label_q = data<int64_t>(labels, "labels", {rows, groups});
   p.reach = data<int32_t>(reach, "reach", {p.labels, classes});
   p.geometry = data<double>(geometry, "geometry", {p.labels, classes, 2});
@@ -540,10 +550,12 @@ STABLE_TORCH_LIBRARY(mosar, m) {
   m.def(
       "cache_append(Tensor k, Tensor v, Tensor labels, Tensor? positions, Tensor? valid, "
       "Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor(c!) table, Tensor(d!) marks, Tensor(e!) free, "
-      "Tensor(f!) progress, Tensor reach, int slot, int sinks, int margin) -> int");
+      "Tensor(f!) progress, Tensor(g!) biases, Tensor? bias, Tensor reach, int slot, int sinks, "
+      "int margin) -> int");
   m.def(
       "cache_attend(Tensor q, Tensor labels, Tensor? positions, Tensor k_pool, Tensor v_pool, "
-      "Tensor table, Tensor marks, Tensor progress, Tensor reach, Tensor geometry, int position, "
+      "Tensor table, Tensor marks, Tensor progress, Tensor biases, Tensor? bias_q, Tensor reach, "
+      "Tensor geometry, int position, "
       "float scale, float softcap, float barrier, float exponent) -> (Tensor, Tensor)");
 }
 

@@ -33,6 +33,7 @@ struct DecodeProblem {
   int64_t heads, share, dim, labels;  // key heads of a group, query heads of a key head
   const float* q;                     // [rows][groups * heads * share][dim]
   const int64_t *label_q, *pos_q;     // [rows][groups], [rows]
+  const double* bias_q;               // as q without dim: what the biases of keys are relative to
   const int32_t* reach;               // [labels][classes], kBoundless where it is
   const double* geometry;             // [labels][classes][2]: plateau, 1 / transition
   float scale, softcap;  // softcap 0: none
@@ -222,6 +223,7 @@ class Decode {
           for (int64_t d = 0; d < p_.dim; ++d)
             out[head * p_.dim + d] = static_cast<float>(total[d] * inverse);
           lse[head] = log_sum(top, sum);
+          if (p_.lists.biased) lse[head] = static_cast<float>(lse[head] + p_.bias_q[head]);
         }
       task = end;
     }
@@ -244,6 +246,7 @@ class Decode {
     void run_heads(const Task& task, int64_t first, int heads, float* partial) {
       const int64_t pieces = task.last - task.first, dim = p_.dim, size = dim + 2;
       heads_ = heads;
+      first_ = first;
       stride_ = pieces * kPageKeys;
       score_.reserve(stride_ * heads);
       load_queries(task, first);
@@ -309,6 +312,7 @@ class Decode {
           vf x = load(at);
           if (p_.softcap > 0) x = tanh(x) * (p_.softcap * kLog2e);
           if (biased) x += added;
+          if (p_.lists.biased) x += key_bias(task, piece, lane, h);
           if (masked) x = select((place >= piece.lo) & (place < piece.hi), x, splat(kMasked));
           top[h] = max(x, top[h]);
           store(at, x);
@@ -322,6 +326,16 @@ class Decode {
       std::memcpy(&at, piece.positions + lane, sizeof at);
       const vd distance = static_cast<double>(here) - to_double(at);
       return to_float(log_gate(distance, piece.geometry, p_.barrier, p_.exponent));
+    }
+
+    // The biases of one vector of keys for one head, in base 2. They grow along a text, so they are taken
+    // relative to that of the query's own key, in double.
+    vf key_bias(const Task& task, const Piece& piece, int64_t lane, int h) const {
+      const int64_t in_group = task.head * p_.share + first_ + h;
+      vd of_key;
+      std::memcpy(&of_key, p_.lists.biases + (piece.page * p_.lists.biased + in_group) * kPageKeys + lane,
+                  sizeof of_key);
+      return to_float((of_key - p_.bias_q[task.member * p_.lists.biased + in_group]) * kLog2eDouble);
     }
 
     // Turns the logits of one head into weights, in place; returns their sum.
@@ -380,6 +394,7 @@ class Decode {
     const Decode& a_;
     const DecodeProblem& p_;
     int heads_ = 0;       // that are being worked on
+    int64_t first_ = 0;   // of them, among those of the key head
     int64_t stride_ = 0;  // from the scores of one head to those of the next
     Scratch score_, query_;
   };

@@ -3,7 +3,8 @@
 // A page has kPageKeys keys of one list. Keys are stored transposed, [head][dim][key], so that scores
 // need no sum across lanes; values are rows, [head][key][dim]. A list's keys are at places [begin, end) of
 // its pages, in the order in which they came, with ascending positions. Keys are removed at the front,
-// and an empty page goes back to the pool. All bookkeeping is in arrays that the caller owns.
+// and an empty page goes back to the pool. Where keys have a bias, it is stored by query head,
+// [head][key]. All bookkeeping is in arrays that the caller owns.
 #pragma once
 
 #include <algorithm>
@@ -24,6 +25,8 @@ struct RegimeLists {
   int32_t* marks;    // [pages][2][kPageKeys]: positions and slots (indices among all tokens, with padding)
   int32_t* free;     // [1 + pages]: the height of a stack of unused pages, then the stack
   int64_t* progress;  // [rows][4], see Progress
+  int64_t biased;     // query heads of a group whose keys have a bias; 0: none have
+  double* biases;     // [pages][biased][kPageKeys]
 
   int64_t count() const { return rows * groups * classes; }
 };
@@ -110,6 +113,7 @@ struct Token {
   const int64_t* label;     // [rows][groups]
   const int64_t* position;  // [rows]; null: the slot
   const bool* valid;        // [rows]; null: every row has a token
+  const double* bias;       // [rows][groups][biased]
   int64_t slot;
   int64_t sinks;          // how many first keys of a row belong to the last class
   int64_t margin;         // for how many positions keys are kept after they are out of reach; < 0: for ever
@@ -157,6 +161,9 @@ void append_token(const RegimeLists& lists, const Token& token, const Source<T>&
       const int64_t place =
           list.push(static_cast<int32_t>(position), static_cast<int32_t>(token.slot));
       const int64_t page = list.page(place), at = place % kPageKeys;
+      for (int64_t h = 0; h < lists.biased; ++h)
+        lists.biases[(page * lists.biased + h) * kPageKeys + at] =
+            token.bias[(row * lists.groups + g) * lists.biased + h];
       for (int64_t h = 0; h < heads; ++h) {
         const T* key = k.data + row * k.row + (g * heads + h) * k.head;
         const T* value = v.data + row * v.row + (g * heads + h) * v.head;

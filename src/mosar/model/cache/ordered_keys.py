@@ -19,7 +19,8 @@ from mosar.model.cache.tokens import Tokens, attend_tokens, check_labels
 # in both.
 outlives_inference_mode = torch.inference_mode(False)
 # The dimension that runs over tokens.
-_AXES = {"k": 2, "v": 2, "labels": 2, "pi": 2, "notes": 2, "positions": 1, "valid": 1}
+_AXES = {"k": 2, "v": 2, "labels": 2, "pi": 2, "positions": 1, "valid": 1}
+_AXES |= {"notes": 2, "of_key": 2}
 
 
 class OrderedKeys:
@@ -47,6 +48,14 @@ class OrderedKeys:
             name: x.narrow(_AXES[name], 0, self.length) for name, x in self._storage.items()
         }
         return Tokens(**stored)
+
+    @property
+    def last_of_key(self) -> Tensor | None:
+        """[B, Hq], that of the newest token; None if keys have none."""
+        of_key = self.ordered().of_key
+        if of_key is None:
+            return None
+        return of_key[:, :, -1] if self.length else of_key.new_zeros(of_key.shape[:2])
 
     @property
     def allocated_bytes(self) -> int:

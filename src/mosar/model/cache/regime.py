@@ -102,15 +102,18 @@ class RegimeLayerCache(LayerCache):
         pi_k: Tensor | None = None,
         key_positions: Tensor | None = None,
         key_valid: Tensor | None = None,
+        of_key: Tensor | None = None,
     ) -> None:
         """Appends k, v [B, Hkv, S, D] with labels_k [B, S] or [B, Gr, S].
 
         pi_k [B, S, R] or [B, Gr, S, R] is for soft routing, where labels_k may be left out.
         key_positions [B, S]: by default 0, 1, 2, ... over all calls; give them in all calls or in
-        none. key_valid [B, S]: False for padding.
+        none. key_valid [B, S]: False for padding. of_key [B, Hq, S] float64: what is added to every
+        pair of a key, for sparse routing; always or never, and where it is a running sum, from
+        `last_of_key` on.
         """
         pi_k = pi_k if self.routing == "soft" else None
-        given = Tokens(k, v, labels_k, pi_k, key_positions, key_valid)
+        given = Tokens(k, v, labels_k, pi_k, key_positions, key_valid, of_key=of_key)
         if (traits := (self._rows, *_traits(given))) != self._checked_tokens:
             self._check_given(given)
         dtype = self._stored_dtype or k.dtype
@@ -121,9 +124,14 @@ class RegimeLayerCache(LayerCache):
             labels_k = pi_k.argmax(dim=-1) if labels_k is None else labels_k
         positions = None if key_positions is None else key_positions.long()
         labels = _grouped(labels_k).long()
-        self._append(Tokens(k, v, labels, pi_k, positions, key_valid, self._slots))
+        self._append(Tokens(k, v, labels, pi_k, positions, key_valid, self._slots, None, of_key))
         self._placed, self._stored_dtype = key_positions is not None, dtype
         self._checked_tokens = traits
+
+    @property
+    def last_of_key(self) -> Tensor | None:
+        """[B, Hq], what is added to the pairs of the newest key; None: nothing so far."""
+        return None if self._store is None else self._store.last_of_key
 
     def attend(
         self,
@@ -162,10 +170,12 @@ class RegimeLayerCache(LayerCache):
         *,
         key_positions: Tensor | None = None,
         key_valid: Tensor | None = None,
+        of_key: Tensor | None = None,
         **scores: Any,
     ) -> Any:
         """Adds new tokens with their routing, and attends with their queries."""
-        self.update_routed(k, v, routed, key_positions=key_positions, key_valid=key_valid)
+        placement = {"key_positions": key_positions, "key_valid": key_valid}
+        self.update_routed(k, v, routed, of_key=of_key, **placement)
         pi_q = routed.query.probabilities if self.routing == "soft" else None
         return self.attend(q, routed.query.labels, key_positions, pi_q=pi_q, **scores)
 
@@ -206,7 +216,8 @@ class RegimeLayerCache(LayerCache):
         self.reset()
         self.routing = routing
         positions = keys.positions if placed else None
-        self.update(keys.k, keys.v, keys.labels, key_positions=positions, key_valid=keys.valid)
+        placement = {"key_positions": positions, "key_valid": keys.valid}
+        self.update(keys.k, keys.v, keys.labels, of_key=keys.of_key, **placement)
 
     def check_set_routing(self, routing: str) -> None:
         """A ValueError if the tokens so far cannot be used under this routing."""
@@ -243,10 +254,29 @@ class RegimeLayerCache(LayerCache):
             check_routing("pi_k", given.pi, given.k, groups, self.config.num_regimes)
         if self.routing != "soft" or given.labels is not None:
             check_routing("labels_k", given.labels, given.k, groups)
+        self._check_of_key(given)
         if self._placed is not None and self._placed != (given.positions is not None):
             raise ValueError(
                 "key_positions must be given always or never, and the earlier tokens of this cache "
                 f"had {'theirs' if self._placed else 'none'}"
+            )
+
+    def _check_of_key(self, given: Tokens) -> None:
+        of_key, (rows, heads, length, _) = given.of_key, given.k.shape
+        if self._store is not None and (of_key is None) != (self.last_of_key is None):
+            raise ValueError("of_key must be given always or never")
+        if of_key is None:
+            return
+        if self.routing != "sparse":
+            raise ValueError(f"of_key is for sparse routing, and the cache is for {self.routing}")
+        if not isinstance(of_key, Tensor):
+            raise ValueError(f"of_key must be a tensor, got {type(of_key).__name__}")
+        shape = tuple(of_key.shape)
+        fits = len(shape) == 3 and (shape[0], shape[2]) == (rows, length) and not shape[1] % heads
+        if not fits or of_key.dtype != torch.float64 or of_key.device != given.k.device:
+            raise ValueError(
+                f"of_key must be [{rows}, a multiple of {heads}, {length}] float64 on "
+                f"{given.k.device}, got {list(shape)} {of_key.dtype} on {of_key.device}"
             )
 
     def _check_queries(

@@ -50,7 +50,14 @@ class RegimeKeys:
         self._pair_table = decode.pair_table(config)
         self._reach_RC, self._reach_C = _reach(config, window)
         classes = self._reach_RC.shape[1]
-        self.lists = RegimeLists(rows, self.groups, classes, heads // self.groups, dim, **kind)
+        biased = 0 if like.of_key is None else like.of_key.shape[1] // self.groups
+        # The GPU kernels know no bias of keys.
+        self._triton = self._triton and not biased
+        self.lists = RegimeLists(
+            *(rows, self.groups, classes, heads // self.groups, dim), **kind, biased=biased
+        )
+        self.last_of_key: Tensor | None = None
+        """[B, Hq], that of the newest token; None if keys have none."""
         self._chunk: Tokens | None = None
         self._placed = like.positions is not None
         self._slots = self._room = 0
@@ -92,6 +99,8 @@ class RegimeKeys:
             tokens.check_values(self.config, self.lists.progress[:, LAST])
             self._chunk = tokens
         self._slots += tokens.num_tokens
+        if tokens.of_key is not None:
+            self.last_of_key = tokens.of_key[:, :, -1].clone()
         if tokens.num_tokens == 1:
             self.settle()
 
@@ -110,6 +119,7 @@ class RegimeKeys:
                 slot=tokens.first_slot,
                 sinks=self.config.num_sinks,
                 margin=-1 if self.margin is None else self.margin,
+                of_key=None if tokens.of_key is None else tokens.of_key[:, :, 0].contiguous(),
             )
         except (ValueError, RuntimeError):
             # The kernel checks values before it changes anything; this check names the argument.
@@ -134,7 +144,7 @@ class RegimeKeys:
             row, _, column = dead.nonzero(as_tuple=True)
             lists.note_eviction(row, out_of_reach[dead], chunk.slots[column])
             keep = keep & ~dead
-        lists.append(chunk.k, chunk.v, classes, positions, chunk.slots, keep)
+        lists.append(chunk.k, chunk.v, classes, positions, chunk.slots, keep, chunk.of_key)
         lists.progress[:, SEEN] += valid.sum(dim=1)
         lists.progress[:, LAST] = last
         # Only now, so that the chunk is still complete if memory runs out above.
@@ -181,6 +191,7 @@ class RegimeKeys:
             return attend_token(q, flat, positions, state, window=self.window, **options)
         try:
             table = self._reach_RC, self._pair_table
+            options["of_key"] = self.last_of_key
             return decode.attend_token(q, flat, positions, state, *table, **options)
         except (ValueError, RuntimeError):
             # The kernel checks values too; this check names the argument.
@@ -214,24 +225,30 @@ class RegimeKeys:
         """The keys of the lists and of the chunk, with each group as a row."""
         keys, groups = self._listed(), self.groups
         if chunk is not None:
+            of_key = chunk.k.new_zeros(len(chunk.k), 0, chunk.num_tokens)
             new = (
                 _fold(chunk.k, groups),
                 _fold(chunk.v, groups),
+                _fold(of_key if chunk.of_key is None else chunk.of_key, groups),
                 chunk.labels.flatten(0, 1),
                 chunk.all_positions.repeat_interleave(groups, dim=0),
                 chunk.all_valid.repeat_interleave(groups, dim=0),
             )
-            axes = (2, 2, 1, 1, 1)
+            axes = (2, 2, 2, 1, 1, 1)
             keys = [torch.cat(pair, dim=axis) for *pair, axis in zip(keys, new, axes, strict=True)]
-        k, v, labels, positions, valid = keys
-        return Tokens(k, v, labels[:, None], positions=positions, valid=valid)
+        k, v, of_key, labels, positions, valid = keys
+        given = {"positions": positions, "valid": valid, "of_key": self._if_any(of_key)}
+        return Tokens(k, v, labels[:, None], **given)
+
+    def _if_any(self, of_key: Tensor) -> Tensor | None:
+        return of_key if self.lists.biases.shape[1] else None
 
     def _listed(self, slots: int | None = None) -> list[Tensor]:
         """The result of `RegimeLists.gather` on one device, with labels instead of classes."""
-        k, v, classes, *placement = self.lists.gather(slots)
+        k, v, of_key, classes, *placement = self.lists.gather(slots)
         # Sinks come first, and their regime does not matter.
         labels = classes.clamp_max(self.config.global_index)
-        return [k, v, *(x.to(k.device) for x in (labels, *placement))]
+        return [k, v, of_key, *(x.to(k.device) for x in (labels, *placement))]
 
     def _positions(self, q: Tensor, positions: Tensor | None) -> Tensor:
         """The positions of the queries, [B, T]; by default they are the last tokens."""
@@ -277,11 +294,12 @@ class RegimeKeys:
                 "keeps them)"
             )
         groups = self.groups
-        k, v, labels, positions, valid = self._listed(self._slots)
-        k, v = (x.unflatten(0, (-1, groups)).flatten(1, 2) for x in (k, v))
+        k, v, of_key, labels, positions, valid = self._listed(self._slots)
+        k, v, of_key = (x.unflatten(0, (-1, groups)).flatten(1, 2) for x in (k, v, of_key))
         labels = labels.unflatten(0, (-1, groups))
         # Each group has every token.
-        return Tokens(k, v, labels, positions=positions[::groups], valid=valid[::groups])
+        given: dict[str, Any] = {"positions": positions[::groups], "valid": valid[::groups]}
+        return Tokens(k, v, labels, of_key=self._if_any(of_key), **given)
 
     def check_crop(self, length: int) -> None:
         """A ValueError if the next query after the crop would miss evicted keys."""
@@ -306,11 +324,15 @@ class RegimeKeys:
         """Drops the tokens from slot `length` on; call `check_crop` before."""
         self.lists.crop(length)
         self._slots, self._room = length, 0
+        if self.last_of_key is not None:
+            self.last_of_key = self.lists.newest_biases().reshape(self.last_of_key.shape)
 
     def select_rows(self, rows: Tensor) -> None:
         self.settle()
         self.lists.select_rows(rows)
         self._room = 0
+        if self.last_of_key is not None:
+            self.last_of_key = self.last_of_key[rows.to(self.last_of_key.device)]
 
 
 def _reach(config: MoSARConfig, window: int | None) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,7 @@ grows. When the pool runs out of pages, it grows by an eighth.
     marks    [P, 2, page]          position and slot of each key
     free     [1 + P]               how many pages are free, and which
     progress [B, 4]                tokens seen, last position, horizon, last evicted slot
+    biases   [P, biased, page]     of the query heads of a group, where keys have a bias
 
 The slot of a token is its index among all tokens of its row, including padding. The horizon is the
 first query position from which no evicted key can be reached. The pools are on the device of the
@@ -26,6 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mosar.kernels.decode import State
 from mosar.model.cache.ordered_keys import outlives_inference_mode
 
 PAGE = 32
@@ -60,7 +62,9 @@ class RegimeLists:
         *,
         dtype: torch.dtype,
         device: torch.device,
+        biased: int = 0,
     ):
+        """biased: query heads of a group whose keys have a bias."""
         self.groups, self.classes = groups, classes
         self.k_pool = torch.empty(0, heads, dim, PAGE, dtype=dtype, device=device)
         self.v_pool = torch.empty(0, heads, PAGE, dim, dtype=dtype, device=device)
@@ -68,14 +72,16 @@ class RegimeLists:
         self.marks = torch.zeros(0, 2, PAGE, dtype=torch.int32)
         self.free = torch.zeros(1, dtype=torch.int32)
         self.progress = _NO_PROGRESS.repeat(rows, 1)
+        self.biases = torch.empty(0, biased, PAGE, dtype=torch.float64, device=device)
 
     @property
     def rows(self) -> int:
         return self.progress.shape[0]
 
     @property
-    def state(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        return self.k_pool, self.v_pool, self.table, self.marks, self.free, self.progress
+    def state(self) -> State:
+        pools = self.k_pool, self.v_pool
+        return *pools, self.table, self.marks, self.free, self.progress, self.biases
 
     @property
     def counts(self) -> Tensor:
@@ -91,7 +97,7 @@ class RegimeLists:
     def key_bytes(self) -> int:
         """Bytes of one key with its value, position and slot, in one group."""
         _, heads, dim, _ = self.k_pool.shape
-        return 2 * heads * dim * self.k_pool.element_size() + 8
+        return 2 * heads * dim * self.k_pool.element_size() + 8 + 8 * self.biases.shape[1]
 
     def stored_keys(self) -> StoredKeys:
         begin, end = self.table[:, 0].long(), self.table[:, 1].long()
@@ -115,10 +121,11 @@ class RegimeLists:
         positions: Tensor,
         slots: Tensor,
         keep: Tensor,
+        of_key: Tensor | None = None,
     ) -> None:
         """Adds k, v [B, Hkv, S, D], where `keep` is True, to the ends of their lists.
 
-        classes, keep [B, Gr, S] (on the CPU), positions [B, S], slots [S].
+        classes, keep [B, Gr, S] (on the CPU), positions [B, S], slots [S], of_key [B, Hq, S].
         """
         row, group, column = keep.nonzero(as_tuple=True)
         lists = (row * self.groups + group) * self.classes + classes[row, group, column]
@@ -136,6 +143,9 @@ class RegimeLists:
         for pool, new in ((self.k_pool.mT, k), (self.v_pool, v)):
             split = new.unflatten(1, (self.groups, -1))
             pool[page, :, at] = split[row, group, :, column].to(pool.dtype)
+        if of_key is not None:
+            split = of_key.unflatten(1, (self.groups, -1))
+            self.biases[page, :, at] = split[row, group, :, column]
 
     @outlives_inference_mode
     def evict(self, limits: Tensor, reach: Tensor) -> None:
@@ -184,6 +194,22 @@ class RegimeLists:
             self.progress[:] = _NO_PROGRESS
         self.shrink()
 
+    def newest_biases(self) -> Tensor:
+        """The bias of each row's newest key in every group, 0 if there is none, [B * Gr, biased].
+
+        The newest key is always stored: any query at the next position reads it.
+        """
+        keys = self.stored_keys()
+        order = torch.argsort(keys.slot)
+        member, device = (keys.lists // self.classes)[order], self.biases.device
+        newest = self.biases.new_zeros(self.rows * self.groups, self.biases.shape[1])
+        place = torch.full((len(newest),), -1)
+        place.scatter_reduce_(0, member, torch.arange(len(member)), "amax")
+        found = order[place[place >= 0]]
+        values = self.biases[keys.page[found].to(device), :, keys.at[found].to(device)]
+        newest[(place >= 0).to(device)] = values
+        return newest
+
     def last_positions(self, length: int) -> Tensor:
         """The last position before slot `length` of each row, -1 if no key is left, [B]."""
         keys = self.stored_keys()
@@ -212,7 +238,7 @@ class RegimeLists:
                 source = entry[2 : 2 + int(_pages(entry[1]))].long()
                 copy = self._pop(len(source)).long()
                 entry[2 : 2 + len(source)] = copy.int()
-                for pool in (self.k_pool, self.v_pool, self.marks):
+                for pool in (self.k_pool, self.v_pool, self.marks, self.biases):
                     pool[copy.to(pool.device)] = pool[source.to(pool.device)]
         self.shrink()
 
@@ -220,8 +246,8 @@ class RegimeLists:
     def gather(self, slots: int | None = None) -> tuple[Tensor, ...]:
         """All keys in the order of their slots; with `slots`, each in the column of its slot.
 
-        k and v [B * Gr, heads, S, D], with zeros where there is no key; classes, positions and
-        valid [B * Gr, S] on the CPU.
+        k and v [B * Gr, heads, S, D], with zeros where there is no key; their biases
+        [B * Gr, biased, S]; classes, positions and valid [B * Gr, S] on the CPU.
         """
         keys = self.stored_keys()
         order = torch.argsort(keys.lists // self.classes * (1 << 32) + keys.slot)
@@ -235,7 +261,7 @@ class RegimeLists:
         to = tuple(x.to(self.k_pool.device) for x in (member, column))
         page, at = (x.to(self.k_pool.device) for x in (keys.page, keys.at))
         gathered = []
-        for pool in (self.k_pool.mT, self.v_pool):
+        for pool in (self.k_pool.mT, self.v_pool, self.biases):
             values = pool[page, :, at]
             padded = pool.new_zeros(members, length, *values.shape[1:])
             gathered.append(padded.index_put_(to, values).transpose(1, 2))
@@ -279,7 +305,7 @@ class RegimeLists:
         new = torch.arange(kept, total, dtype=torch.int32)
         # The pages that will be used first are on top.
         stack = new.flip(0) if free is None else torch.cat([new.flip(0), free])
-        for name in ("k_pool", "v_pool", "marks"):
+        for name in ("k_pool", "v_pool", "marks", "biases"):
             old = getattr(self, name)
             make = torch.zeros if name == "marks" else torch.empty
             grown = make((total, *old.shape[1:]), dtype=old.dtype, device=old.device)

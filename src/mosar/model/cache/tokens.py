@@ -1,6 +1,7 @@
 """The tokens that go into or come out of a cache, and their checks; errors name the argument.
 
-Shapes: B rows, Hkv key/value heads, Gr routing groups, S tokens, D head dim, R regimes.
+Shapes: B rows, Hq query heads, Hkv key/value heads, Gr routing groups, S tokens, D head dim,
+R regimes.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ class Tokens(NamedTuple):
     """The number of tokens before these."""
     notes: Tensor | None = None
     """[B, E, S], other numbers that a geometry stores for each token besides k and v."""
+    of_key: Tensor | None = None
+    """[B, Hq, S] float64, what is added to every pair of a key (`LabelBias.of_key`)."""
 
     @property
     def num_tokens(self) -> int:
@@ -107,7 +110,8 @@ def attend_tokens(
         wide = torch.promote_types(q.dtype, torch.float32)
         return torch.zeros_like(q), q.new_full(q.shape[:-1], -torch.inf, dtype=wide)
     if keys.pi is None:
-        bias = LabelBias(choice, keys.labels, config, ends_at_reach(routing, config))
+        ends = ends_at_reach(routing, config)
+        bias = LabelBias(choice, keys.labels, config, ends, of_key=keys.of_key)
     else:
         bias = MixtureBias(choice, keys.pi, config)
     options |= {"query_positions": positions, "key_positions": keys.all_positions}
