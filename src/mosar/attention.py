@@ -152,10 +152,11 @@ def _attend(
 
 def _gpu_lacks(bias: Bias) -> str | None:
     """What the GPU kernels cannot do of a bias; None: nothing."""
-    of_key = bias.key if isinstance(bias, DistanceBias) else getattr(bias, "of_key", None)
-    if of_key is not None:
+    if isinstance(bias, MixtureBias):
+        return None
+    if (bias.of_key if isinstance(bias, LabelBias) else bias.key) is not None:
         return "it has no key_bias"
-    if not isinstance(bias, DistanceBias):
+    if isinstance(bias, LabelBias):
         return None
     tables = (("log_gate", bias.log_gate), ("slopes", bias.slopes))
     learned = [name for name, table in tables if table is not None and table.requires_grad]

@@ -199,6 +199,7 @@ class MoSAR(Rope):
         *,
         routing: Routing,
         hidden: Tensor | None = None,
+        notes: Tensor | None = None,
         **options: Any,
     ) -> Attended:
         if options["key_valid"] is not None:
@@ -218,6 +219,10 @@ class MoSAR(Rope):
             )
             routed = RoutingWithMass(*routed)
             routed.discarded = mass
+        of_key = self.key_bias(notes, options["key_valid"])
+        if of_key is not None:
+            assert isinstance(bias, LabelBias)
+            bias = replace(bias, of_key=of_key)
         return self.attend_routed(q, k, v, bias, **options), routed
 
     def _sampled_queries(self, num_queries: int, device: torch.device) -> Tensor | None:
@@ -235,8 +240,13 @@ class MoSAR(Rope):
         """Attention along the routing, [B, H, T, D]."""
         return attend(q, k, v, bias, **options)
 
-    def key_bias(self, **options: Any) -> Tensor | None:
-        """[B, H, S], what is added to every pair of a key; None: nothing."""
+    def key_bias(
+        self, notes: Tensor | None, key_valid: Tensor | None, cache: Any = None
+    ) -> Tensor | None:
+        """[B, H, S] float64, what is added to every pair of a key; None: nothing.
+
+        notes: of these keys; `cache` has those before them. Soft routing cannot have it.
+        """
         return None
 
     def attend_cached(
@@ -250,12 +260,14 @@ class MoSAR(Rope):
         key_positions: Tensor,
         key_valid: Tensor | None,
         hidden: Tensor | None = None,
+        notes: Tensor | None = None,
         **options: Any,
     ) -> Attended:
         """With a `RegimeLayerCache`, which attends itself."""
         _check_routing(cache, self.executed(routing))
         routed = self._route(q, k, hidden)
         options |= {"key_positions": key_positions, "key_valid": key_valid}
+        options["of_key"] = self.key_bias(notes, key_valid, cache)
         return cache.attend_routed(q, k, v, routed, **options), routed
 
     def store(
@@ -272,7 +284,9 @@ class MoSAR(Rope):
         """With the labels of the keys, under soft routing with their probabilities too."""
         assert isinstance(told, LayerRouting)
         _check_routing(cache, self.executed(routing))
-        cache.update_routed(k, v, told, key_positions=key_positions, key_valid=key_valid)
+        placement = {"key_positions": key_positions, "key_valid": key_valid}
+        of_key = self.key_bias(notes, key_valid, cache)
+        cache.update_routed(k, v, told, of_key=of_key, **placement)
 
     def route(self, q: Tensor, k: Tensor) -> LayerRouting:
         """What each query and each key chooses; override it for another rule.

@@ -136,8 +136,8 @@ class _DecoderSubject:
         def watch(
             geometry: MoSAR, q: Tensor, k: Tensor, v: Tensor, routed: LayerRouting, options: Any
         ) -> None:
-            of_key = geometry.key_bias(**options)
-            options["of_key"] = None if of_key is None else of_key[0]
+            of_key = geometry.key_bias(options.get("notes"), options["key_valid"])
+            options = options | {"of_key": None if of_key is None else of_key[0]}
             views.append(_view(q, k, routed, geometry.config, gated=True, options=options))
             advance()
 

@@ -31,7 +31,7 @@ struct Parallel {
 
 enum class Bias : int64_t {
   kNone = 0,      // softmax(cap(s)) over the plan's pairs
-  kGeometry = 1,  // + log gate of the pair's classes (sparse routing)
+  kGeometry = 1,  // + log gate of the pair's classes + key_bias[head][key] (sparse routing)
   kWorth = 2,     // + log sum_mn pi_q[m] gate[m][n][d] pi_k[n] (soft and top-1 routing)
   kTable = 3,     // + table[head][d] - slope[head] d + key_bias[head][key] (distance attention)
 };
