@@ -31,6 +31,7 @@ class Forgetting(Geometry):
     adaptive, decay = True, "learned"
     source = "Lin et al. 2025 (FoX)"
     checked = "its law; flash-linear-attention"
+    of_heads = ("weight", "bias")
 
     @dataclass(frozen=True, kw_only=True)
     class Own(OwnSettings):

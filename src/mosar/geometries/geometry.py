@@ -92,6 +92,8 @@ class Geometry(nn.Module):
     """Whether `attend` is given `hidden`, the input that q, k and v are projected from."""
     mode: Mode | None = None
     """What executes it in place of its own hooks; see `enter_mode`."""
+    of_heads: ClassVar[tuple[str, ...]] = ()
+    """Its parameters whose first dimension counts query heads, so that processes divide them."""
     own_heads: slice = slice(None)
     """The query heads of this process, where tensor parallelism divides them."""
 
@@ -339,16 +341,21 @@ class Geometry(nn.Module):
     def parameter_parts(self) -> list[ParameterPart]:
         """Its own parameters by kind, as `mosar plan` counts them."""
         return [
-            ParameterPart(name, p.numel(), p.numel() if p.dim() > 1 else 0, "whole")
+            ParameterPart(
+                name,
+                p.numel(),
+                p.numel() if p.dim() > 1 else 0,
+                "heads" if name in self.of_heads else "whole",
+            )
             for name, p in self.named_parameters()
         ]
 
     def split_obstacle(self, tensor: int) -> str | None:
         """Why `tensor` processes cannot divide its heads, to follow their number; None: they can.
 
-        Here heads attend on their own, and nothing but parameters would have to be divided.
+        Here heads attend on their own, and nothing but parameters has to be divided.
         """
-        if next(self.parameters(), None) is None:
+        if all(name in self.of_heads for name, _ in self.named_parameters()):
             return None
         name = self.attention.geometry
         return f": the geometry {name} has parameters, and nothing says how to divide them"

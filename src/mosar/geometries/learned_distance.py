@@ -32,6 +32,7 @@ class T5Bias(Geometry):
     family, learns = "distance", "a bias per bucket"
     decay = "learned"
     source, checked = "Raffel et al. 2020 (T5)", "its law; transformers"
+    of_heads = ("table",)
 
     @dataclass(frozen=True, kw_only=True)
     class Own(OwnSettings):
@@ -85,6 +86,7 @@ class Kerple(Geometry):
     family, learns = "distance", "rate and power per head"
     decay = "learned"
     source, checked = "Chi et al. 2022 (KERPLE)", "its law; ALiBi at power 1"
+    of_heads = ("rate", "power")
     smallest = 0.01
     """Both are held at or above it, and the power at or below 2."""
 

@@ -173,8 +173,11 @@ class MoSAR(Rope):
         ]
 
     def split_obstacle(self, tensor: int) -> str | None:
-        if type(self) is not MoSAR:
-            name = self.attention.geometry
+        name = self.attention.geometry
+        own = dict(self.named_parameters(recurse=False))
+        if not own.keys() <= set(self.of_heads):
+            return f": the geometry {name} has parameters, and nothing says how to divide them"
+        if type(self).route is not MoSAR.route:
             return f": the geometry {name} routes by a rule of its own, which nothing divides"
         if self.attention.mass_weight:
             return f" does not go with attention.mass_weight={self.attention.mass_weight:g}"
@@ -288,10 +291,10 @@ class MoSAR(Rope):
         of_key = self.key_bias(notes, key_valid, cache)
         cache.update_routed(k, v, told, of_key=of_key, **placement)
 
-    def route(self, q: Tensor, k: Tensor) -> LayerRouting:
+    def route(self, q: Tensor, k: Tensor, hidden: Tensor | None = None) -> LayerRouting:
         """What each query and each key chooses; override it for another rule.
 
-        It is given `hidden=` too where the geometry reads it.
+        It is given `hidden` only where the geometry reads it.
         """
         return LayerRouting(
             self.query_router(q.transpose(1, 2)), self.key_router(k.transpose(1, 2))

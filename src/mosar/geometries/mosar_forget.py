@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from mosar.geometries.config import AttentionConfig
 from mosar.geometries.fox import forgotten, log_forget
-from mosar.geometries.geometry import HeadShape, LayerRouting, ParameterPart
+from mosar.geometries.geometry import HeadShape, ParameterPart
 from mosar.geometries.mosar import MoSAR
 
 
@@ -30,6 +30,7 @@ class ForgettingMoSAR(MoSAR):
     reads_hidden = True
     learns = "routers and forget gates"
     source, checked = "MoSAR, Lin et al. 2025 (FoX)", "its law; fox if all is global"
+    of_heads = ("forget_weight", "forget_bias")
 
     def __init__(self, attention: AttentionConfig, shape: HeadShape):
         super().__init__(attention, shape)
@@ -50,9 +51,6 @@ class ForgettingMoSAR(MoSAR):
         """ln f of every token, [B, H, T]."""
         assert hidden is not None
         return log_forget(hidden, self.forget_weight, self.forget_bias)
-
-    def route(self, q: Tensor, k: Tensor, hidden: Tensor | None = None) -> LayerRouting:
-        return super().route(q, k)
 
     def key_bias(self, notes: Tensor | None, key_valid: Tensor | None, cache: Any = None) -> Tensor:
         """-c, where c is the running sum of ln f; it goes on from the newest key of a cache."""

@@ -65,6 +65,7 @@ class AdaptiveSpan(Span):
     """One span per head, learned as a share of S from 0."""
 
     learns = "a span per head"
+    of_heads = ("span",)
 
     def __init__(self, attention: AttentionConfig, shape: HeadShape):
         super().__init__(attention, shape)
@@ -103,6 +104,7 @@ class DynamicSpan(Chunked, Span):
     reads_hidden = reads_by_content = True
     learns = "a span per query and head"
     adaptive = True
+    of_heads = ("weight", "bias")
 
     def __init__(self, attention: AttentionConfig, shape: HeadShape):
         super().__init__(attention, shape)

@@ -43,6 +43,7 @@ MORE = {
     "hard, tp": ("mosar-cost", "tp", HARD),
     "hard, one key head": ("mosar-cost", "tp", (MQA, *HARD)),
     "hard, per head": ("mosar-plus", "tp", (SHORT,)),
+    "hard, forgetting": ("mosar-forget", "tp", (SHORT,)),
     "hard, ddp": ("mosar-cost", "ddp", HARD),
     "bfloat16, tp": ("mosar-cost", "tp", ("train.precision=bf16", MQA, SHORT)),
     "bfloat16, fsdp": ("mosar-cost", "fsdp", ("train.precision=bf16", MQA, SHORT)),
@@ -165,7 +166,9 @@ GRADIENTS = [
     ("mosar-cost", ("model.num_kv_heads=4", "attention.routing_groups=4")),
     ("mosar", ("attention.num_sinks=2", "data.isolate_documents=true")),
     *((variant, (MQA,)) for variant in ("rope", "p-rope", "alibi", "fixed-s", "rope-m-mask")),
-    *((variant, ()) for variant in ("rope", "alibi")),
+    *((variant, ()) for variant in ("rope", "alibi", "t5", "kerple", "adaptive-span")),
+    *((variant, ()) for variant in ("dynamic-span", "fox", "mosar-forget")),
+    *((variant, (MQA,)) for variant in ("fox", "mosar-forget")),
 ]
 
 

@@ -147,21 +147,27 @@ class HeadSplit:
         return k[:, head : head + 1], v[:, head : head + 1]
 
 
-class _SplitHeads(Geometry):
-    """Selects the keys and values that this process's queries read, for another geometry."""
+class _Split(Geometry):
+    """Gives another geometry the heads of this process: their keys, values and parameters."""
 
     heads: HeadSplit
 
+    def __getattr__(self, name: str) -> Any:
+        """Parameters are read as their parts in this process; FSDP and checkpoints see DTensors."""
+        found = super().__getattr__(name)
+        return local(found) if isinstance(found, Tensor) else found
+
+
+class _SplitHeads(_Split):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Attended:
         return super().attend(q, *self.heads.own_keys(k, v), **options)
 
 
-class _SplitMoSAR(MoSAR):
-    heads: HeadSplit
+class _SplitMoSAR(_Split, MoSAR):
     keeps_groups: bool
     """Whether this process has its own routing groups."""
 
-    def route(self, q: Tensor, k: Tensor) -> LayerRouting:
+    def route(self, q: Tensor, k: Tensor, hidden: Tensor | None = None) -> LayerRouting:
         q, k = q.transpose(1, 2), k.transpose(1, 2)
         hidden_q = router_projection(q, local(self.query_router.weight1))
         if self.heads.copies_keys:
@@ -195,17 +201,16 @@ def _decide(router: PostPositionRouter, hidden_BGTH: Tensor) -> RouterOutput:
 
 def _split_geometry(geometry: Geometry, heads: HeadSplit) -> Geometry:
     kind, ranks = type(geometry), heads.ranks
-    if not isinstance(geometry, MoSAR):
-        # Heads that attend separately need only their own keys.
-        split = type(f"Split{kind.__name__}", (_SplitHeads, kind), {})(
-            geometry.attention, geometry.shape
-        )
-        own = geometry.shape.num_heads // ranks.size
-        split.own_heads = slice(ranks.rank * own, (ranks.rank + 1) * own)
-        split.heads = heads
-        return split
-    split = _SplitMoSAR(geometry.attention, geometry.shape)
+    divided = _SplitMoSAR if isinstance(geometry, MoSAR) else _SplitHeads
+    split = type(f"Split{kind.__name__}", (divided, kind), {})(geometry.attention, geometry.shape)
+    own = geometry.shape.num_heads // ranks.size
+    split.own_heads = slice(ranks.rank * own, (ranks.rank + 1) * own)
     split.heads = heads
+    for name in geometry.of_heads:
+        setattr(split, name, _divided(getattr(split, name), 0, ranks))
+    if not isinstance(split, _SplitMoSAR):
+        # Heads that attend separately need nothing else.
+        return split
     groups = split.config.routing_groups
     split.keeps_groups = groups > 1
     for router in (split.query_router, split.key_router):
