@@ -152,11 +152,7 @@ def _attend(
 
 def _gpu_lacks(bias: Bias) -> str | None:
     """What the GPU kernels cannot do of a bias; None: nothing."""
-    if isinstance(bias, MixtureBias):
-        return None
-    if (bias.of_key if isinstance(bias, LabelBias) else bias.key) is not None:
-        return "it has no key_bias"
-    if isinstance(bias, LabelBias):
+    if not isinstance(bias, DistanceBias):
         return None
     tables = (("log_gate", bias.log_gate), ("slopes", bias.slopes))
     learned = [name for name, table in tables if table is not None and table.requires_grad]

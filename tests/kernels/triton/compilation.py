@@ -27,12 +27,14 @@ SHARED_LIMIT = {"sm80": 163 * 1024, "sm90": 227 * 1024, "gfx942": 64 * 1024}
 CONSUMER_LIMIT = 99 * 1024
 TARGETS = tuple(SHARED_LIMIT)
 DTYPES = ("bfloat16", "float16", "float32")
-# What a call computes, one for each bias, and the kernels it launches.
+# What a call computes, one for each bias, and the kernels it launches; "keyed": keys have a bias.
 KERNELS = {
     "sparse": ("forward", "query", "key"),
     "soft": ("forward", "query", "key"),
     "distance": ("forward", "query", "key"),
+    "keyed sparse": ("forward", "query", "key"),
     "decode": ("decode", "combine"),
+    "keyed decode": ("decode",),
     "plan": ("count", "scan", "place", "runs", "readers"),
 }
 
@@ -120,12 +122,17 @@ def record_launches(
         regimes = tuple(replace(regime, reach=1000 * regime.reach) for regime in regimes)
     config = replace(config, regimes=regimes)
     length, kv_heads = 512, 2
+    keyed, _, call = call.rpartition(" ")
     kind, training = getattr(torch, dtype), call != "decode"
     q, k, v = (
         torch.zeros(2, heads, length, head_dim, dtype=kind, requires_grad=training)
         for heads in (kv_heads * share, kv_heads, kv_heads)
     )
     labels = torch.zeros(2, length, dtype=torch.long)
+    of_key = None
+    if keyed:
+        shape = (2, kv_heads * share, length)
+        of_key = torch.zeros(shape, dtype=torch.float64, requires_grad=training)
     layout = resolve_layout(2, length, length)
     with (
         mock.patch.object(ops, "wrap_triton", recorder),
@@ -135,16 +142,18 @@ def record_launches(
     ):
         if call == "decode":
             cache = RegimeLayerCache(config, impl="tiled")
-            cache.update(k, v, labels)
+            cache.update(k, v, labels, of_key=of_key)
             cache.settle()
             store: Any = cache._store
             decode.attend_token(
                 q[:, :, :1], labels[:, :1], None, store.lists.state,
                 position=length - 1, window=None, scale=1.0, softcap=softcap, config=config,
+                of_key=cache.last_of_key,
             )  # fmt: skip
             return {launch.name: launch for launch in launches}
         if call in ("sparse", "plan"):
-            bias = LabelBias(labels[:, None], labels[:, None], config, ends_at_reach=True)
+            both = (labels[:, None], labels[:, None])
+            bias = LabelBias(*both, config, ends_at_reach=True, of_key=of_key)
         elif call == "soft":
             pi = torch.zeros(2, 1, length, num_regimes, requires_grad=True)
             bias = MixtureBias(pi, pi, config)

@@ -51,7 +51,9 @@ def assert_fits(results):
 def wanted_of(call):
     """bfloat16 on every target; float32, which spills most where registers are fewest, on one."""
     # What is special to sm90 is how matrices are multiplied: that is the same for every bias.
-    targets = TARGETS if call in ("sparse", "soft", "decode") else ("sm80", "gfx942")
+    targets = (
+        TARGETS if call in ("sparse", "soft", "decode", "keyed sparse") else ("sm80", "gfx942")
+    )
     for kernel, target in itertools.product(KERNELS[call], targets):
         # A plan is made of whole numbers, and its kernels know no dtype.
         for dtype in DTYPES[:1] if call == "plan" or target != "sm80" else ("bfloat16", "float32"):

@@ -1,12 +1,16 @@
 """A decode step over the regime cache, interpreted, gives what attention over all tokens gives."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.streams import assert_right, feed_all, new_cache, stream, streams
+from model.streams import assert_right, feed, feed_all, new_cache, stream, streams
 from mosar import MoSARConfig, Regime
+from mosar.attention import attend
+from mosar.core.bias import routed_bias
 from mosar.kernels.triton import decode
 from mosar.model.cache import RegimeLayerCache
 
@@ -40,17 +44,23 @@ def small_parts(monkeypatch):
     monkeypatch.setattr(decode, "_KEYS_PER_PART", 32)
 
 
-def decoded(case, steps=1, **options):
-    """Output and log-sum-exp of the last tokens, each on its own after all before are stored."""
+def filled(case, before, *, of_key=None, **options):
+    """A cache that has stored the first tokens."""
     cache = new_cache(case, **{"impl": "triton", **options})
-    before = case.num_keys - steps
     if before:
         labels = case.labels[1][..., :before]
         given = {"key_positions": case.key_positions, "key_valid": case.key_valid}
         given = {name: None if x is None else x[:, :before] for name, x in given.items()}
+        given["of_key"] = None if of_key is None else of_key[:, :, :before]
         cache.update(case.k[:, :, :before], case.v[:, :, :before], labels, **given)
         cache.settle()
-    return feed_all(cache, case, [1] * steps, start=before)
+    return cache
+
+
+def decoded(case, steps=1, **options):
+    """Output and log-sum-exp of the last tokens, each on its own after all before are stored."""
+    before = case.num_keys - steps
+    return feed_all(filled(case, before, **options), case, [1] * steps, start=before)
 
 
 @pytest.mark.parametrize("case", [PLAIN, RICH], ids=["plain", "rich"])
@@ -77,6 +87,25 @@ def test_shapes(changes):
     case = PLAIN.with_(num_keys=50).with_(**changes)
     case = case.with_(num_queries=case.num_keys)
     assert_right(case, *decoded(case), start=case.num_keys - 1)
+
+
+@pytest.mark.parametrize("case", [PLAIN, RICH], ids=["plain", "rich"])
+def test_a_bias_of_keys(case):
+    """One that grows along the text, far beyond what float32 has fractions of."""
+    shape = (case.batch, case.num_heads, case.num_keys)
+    steps = torch.rand(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    of_key = 1e7 + steps.cumsum(dim=-1)
+    bias = routed_bias(case.pi_q.double(), case.pi_k.double(), case.config, "sparse")
+    heads = (x.double() for x in (case.q, case.k, case.v))
+    options = {**case.options, "query_positions": case.key_positions}
+    exact = attend(
+        *heads, replace(bias, of_key=of_key), impl="reference", return_lse=True, **options
+    )
+    last = case.num_keys - 1
+    cache = filled(case, last, of_key=of_key)
+    out, lse = feed(cache, case, last, case.num_keys, of_key=of_key[:, :, last:])
+    torch.testing.assert_close(out.double(), exact[0][:, :, last:], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse.double(), exact[1][:, :, last:], rtol=0, atol=1.0)
 
 
 @settings(max_examples=8)

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cases import DISTANCE_BIASES, ROUTINGS, Case, cases
+from kernels import test_learned_bias as learned_bias
 from kernels.budget import (
     NAMES,
     assert_every_output_is_written,
@@ -182,6 +183,50 @@ def test_nothing_hides_a_diverging_model(kind):
     for name in NAMES[:2]:
         assert torch.equal(ours[name].isfinite(), true[name].isfinite())
     assert not true["output"].isfinite().all()
+
+
+KEYED = {
+    "plain": {"heads_per_kv": 3},
+    "soft-cap, window": {"softcap": 2.0, "window": 20, "scale": 1.0},
+    "packed": {"segments": "packed", "positions": "counted"},
+    "padded": {"padding": "holes", "positions": "counted"},
+    "last queries": {"num_queries": 9},
+    "two groups": {"config": RICH},
+}
+
+
+@pytest.mark.parametrize("trait", KEYED)
+def test_a_bias_of_keys(trait):
+    """One that grows along the text: in hard regimes, and with a bias by distance."""
+    case = BASE.with_(batch=2, kv_heads=2, num_queries=29, num_keys=29).with_(**KEYED[trait])
+    bias = learned_bias.biases(case)
+    far = bias[2].double() + 1e4
+    for attend, added, more in (
+        (learned_bias.run, bias, {"names": learned_bias.RESULTS}),
+        (learned_bias.run_labels, far, {}),
+    ):
+        found, plain, exact = (
+            attend(case, added, impl=impl, dtype=dtype, **more)
+            for impl, dtype in (
+                *(("triton", torch.float32), ("reference", torch.float32)),
+                ("reference", torch.float64),
+            )
+        )
+        learned_bias.assert_within_budget({"triton": found}, plain, exact)
+
+
+def test_a_bias_of_keys_and_heads_divided_among_programs(monkeypatch):
+    case = BASE.with_(heads_per_kv=4, num_queries=15, num_keys=15)
+    of_key = learned_bias.biases(case)[2].double()
+    whole = learned_bias.run_labels(case, of_key, impl="triton")
+    monkeypatch.setattr(ops, "num_splits", lambda *_: 2)
+    parts = learned_bias.run_labels(case, of_key, impl="triton")
+    for name in learned_bias.RESULTS:
+        torch.testing.assert_close(parts[name], whole[name])
+    shifted = learned_bias.run_labels(case, of_key + 1e7, impl="triton")
+    for name in learned_bias.RESULTS:
+        if name != "lse":
+            torch.testing.assert_close(shifted[name], parts[name], atol=2e-6, rtol=0)
 
 
 @pytest.mark.slow

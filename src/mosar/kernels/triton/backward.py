@@ -2,7 +2,8 @@
 
     P = exp2(s - max) W / sum      dS = P (dP - delta)      delta = dO·O - dlse
     queries: dQ = dS K,  dpi_q[m] = sum_j dS_ij / W_ij sum_n gate[m][n] pi_k[n]
-    keys:    dV = P^T dO, dK = dS^T Q, dpi_k[n] = sum_i dS_ij / W_ij sum_m pi_q[m] gate[m][n]
+    keys:    dV = P^T dO, dK = dS^T Q, dpi_k[n] = sum_i dS_ij / W_ij sum_m pi_q[m] gate[m][n],
+             of a bias of keys: sum_i dS_ij
 
 The first kernel processes the runs of a tile of queries like the forward pass, and stores delta.
 The second one processes, for a tile of sorted keys of one class, the queries that read them: one
@@ -30,6 +31,7 @@ from mosar.kernels.triton.logits import (
     spread_heads,
     sum_heads,
     take_gates,
+    take_key_bias,
     take_plateau,
 )
 from mosar.kernels.triton.tiles import (
@@ -72,6 +74,8 @@ class KeySums(NamedTuple):
     dv: tl.tensor
     routing: tl.tensor
     """[BLOCK_N, regimes]: dpi_k."""
+    bias: tl.tensor
+    """[BLOCK_N]: of the bias of keys, of one head."""
 
 
 class Upstream(NamedTuple):
@@ -138,7 +142,7 @@ def add_routing(
 @triton.jit
 def query_block(
     sums, queries, arriving, upstream, rows, tokens, source, start, limit, lo, hi,
-    factor, cap, plateau, bias,
+    factor, cap, plateau, bias, of_key,
     EDGE: tl.constexpr, BIAS: tl.constexpr, CAPPED: tl.constexpr, SQUARE: tl.constexpr,
     SPREAD: tl.constexpr, EXACT: tl.constexpr, REGIMES: tl.constexpr, COLUMNS: tl.constexpr,
     HEADS: tl.constexpr, PRECISION: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -148,7 +152,7 @@ def query_block(
     keys, k, v = load_keys(start, limit, source, COLUMNS, HEAD_DIM, BLOCK_D, BLOCK_N)
     product = tl.dot(queries, tl.trans(k), input_precision=PRECISION)
     score, slope = make_logits(
-        product, rows, tokens, keys, lo, hi, factor, cap, plateau, bias,
+        product, rows, tokens, keys, lo, hi, factor, cap, plateau, bias, of_key,
         EDGE, BIAS, CAPPED, SQUARE, False,
     )  # fmt: skip
     dprob = tl.dot(arriving, tl.trans(v), input_precision=PRECISION)
@@ -188,17 +192,17 @@ def query_block(
 def query_kernel(
     q, k, v, out, dout, dlse, row_max, row_sum, delta, dq, dpi_q, pi_q, pi_k,
     query_order, key_order, query_places, key_places, query_offsets, run_lo, run_hi, run_flat,
-    plateaus, falls, table, level_until, slopes,
+    plateaus, falls, table, level_until, slopes, key_high, key_low,
     q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token,
     plan_batch, plan_group, groups, kv_heads, num_queries, num_keys, shift,
     table_stride, table_length, factor, cap, scale, barrier, exponent, epsilon, length_class,
     SHARE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, LABELS: tl.constexpr,
     CLASSES: tl.constexpr, REGIMES: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_R: tl.constexpr,
-    BIAS: tl.constexpr, CAPPED: tl.constexpr, SQUARE: tl.constexpr, EXACT: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BIAS: tl.constexpr, KEYED: tl.constexpr, CAPPED: tl.constexpr, SQUARE: tl.constexpr,
+    EXACT: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """dq, delta, and the parts of dpi_q from each share of the query heads, to be summed later."""
-    HEADS: tl.constexpr = heads_of_tile(SHARE, BLOCK_M)
+    HEADS: tl.constexpr = heads_of_tile(SHARE, BLOCK_M, KEYED)
     CHUNKS: tl.constexpr = (SHARE + HEADS - 1) // HEADS
     TOKENS: tl.constexpr = BLOCK_M // HEADS
     # dpi_q is corrected row by row if it must be exact.
@@ -235,6 +239,8 @@ def query_kernel(
     dlse_here = tl.load(dlse + at, mask=rows.live, other=0.0)
     upstream = load_upstream(row_max, row_sum, dot - dlse_here, at, rows.live)
     tl.store(delta + at, upstream.delta, mask=rows.live)
+    line = (job.batch * kv_heads * SHARE + first_head) * num_keys
+    of_key = take_key_bias(key_high, key_low, line, rows, num_queries, num_keys)
     sums = QuerySums(
         dq=tl.zeros([BLOCK_M, BLOCK_D], tl.float32),
         routing=tl.zeros([ROUTED, BLOCK_R], tl.float32),
@@ -251,7 +257,7 @@ def query_kernel(
             start, limit = edge_block(index, zones, BLOCK_N)
             sums = query_block(
                 sums, queries, arriving, upstream, rows, tokens, source, start, limit, lo, hi,
-                factor, cap, plateau, bias,
+                factor, cap, plateau, bias, of_key,
                 True, BIAS, CAPPED, SQUARE, SPREAD, EXACT, REGIMES, COLUMNS, HEADS, PRECISION,
                 HEAD_DIM, BLOCK_D, BLOCK_N,
             )  # fmt: skip
@@ -259,7 +265,7 @@ def query_kernel(
             start = zones.stop + index * BLOCK_N
             sums = query_block(
                 sums, queries, arriving, upstream, rows, tokens, source, start, start + BLOCK_N,
-                lo, hi, factor, cap, plateau, bias,
+                lo, hi, factor, cap, plateau, bias, of_key,
                 False, BIAS, CAPPED, SQUARE, SPREAD, EXACT, REGIMES, COLUMNS, HEADS, PRECISION,
                 HEAD_DIM, BLOCK_D, BLOCK_N,
             )  # fmt: skip
@@ -284,8 +290,8 @@ def query_kernel(
 @triton.jit
 def key_block(
     sums, k, v, keys, q, q_head, q_token, by_query, pi_q, dout, row_max, row_sum, delta,
-    run_lo, run_hi, batch_head, first_head, last_head, num_queries, begin, end,
-    factor, cap, plateau, bias,
+    run_lo, run_hi, batch_head, first_head, last_head, num_queries, num_keys, begin, end,
+    factor, cap, plateau, bias, key_high, key_low,
     EDGE: tl.constexpr, BIAS: tl.constexpr, CAPPED: tl.constexpr, SQUARE: tl.constexpr,
     SPREAD: tl.constexpr, CLASSES: tl.constexpr, REGIMES: tl.constexpr, COLUMNS: tl.constexpr,
     HEADS: tl.constexpr, PRECISION: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -305,15 +311,19 @@ def key_block(
     if EDGE:
         lo = tl.load(run_lo + rows.place * CLASSES, mask=rows.live, other=0)
         hi = tl.load(run_hi + rows.place * CLASSES, mask=rows.live, other=0)
+    line = (batch_head + first_head) * num_keys
+    of_key = take_key_bias(key_high, key_low, line, rows, num_queries, num_keys)
     product = tl.dot(k, tl.trans(queries), input_precision=PRECISION)
     score, slope = make_logits(
-        product, rows, tokens, keys, lo, hi, factor, cap, plateau, bias,
+        product, rows, tokens, keys, lo, hi, factor, cap, plateau, bias, of_key,
         EDGE, BIAS, CAPPED, SQUARE, True,
     )  # fmt: skip
     dprob = tl.dot(v, tl.trans(arriving), input_precision=PRECISION)
     plain = tl.exp2(score - upstream.top[None, :]) * upstream.inverse[None, :]
     dscore = plain * (dprob - upstream.delta[None, :])
-    routing = sums.routing
+    routing, of_bias = sums.routing, sums.bias
+    if key_high is not None:
+        of_bias += tl.sum(dscore, axis=1)
     if BIAS == WORTH:
         worth = mix_gates(tokens, keys, bias, SQUARE, REGIMES, COLUMNS, True)
         dworth = dscore
@@ -332,25 +342,29 @@ def key_block(
         dk=tl.dot(dscore.to(queries.dtype), queries, sums.dk, input_precision=PRECISION),
         dv=tl.dot(plain.to(arriving.dtype), arriving, sums.dv, input_precision=PRECISION),
         routing=routing,
+        bias=of_bias,
     )
 
 
 @triton.jit(do_not_specialize=["length_class"])
 def key_kernel(
-    q, k, v, dout, row_max, row_sum, delta, dk, dv, dpi_k, pi_q, pi_k,
+    q, k, v, dout, row_max, row_sum, delta, dk, dv, dpi_k, dkey_bias, pi_q, pi_k,
     query_order, key_order, query_places, key_places, key_offsets, run_lo, run_hi,
-    read_from, read_to, flat_to, plateaus, falls, table, level_until, slopes,
+    read_from, read_to, flat_to, plateaus, falls, table, level_until, slopes, key_high, key_low,
     q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token,
     plan_batch, plan_group, groups, batches, kv_heads, num_queries, num_keys, shift,
     table_stride, table_length, factor, cap, scale, barrier, exponent, epsilon, length_class,
     SHARE: tl.constexpr, SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     LABELS: tl.constexpr, CLASSES: tl.constexpr, REGIMES: tl.constexpr, COLUMNS: tl.constexpr,
-    BLOCK_R: tl.constexpr, BIAS: tl.constexpr, CAPPED: tl.constexpr, SQUARE: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr, BIAS: tl.constexpr, KEYED: tl.constexpr, CAPPED: tl.constexpr,
+    SQUARE: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """dk, dv and dpi_k per key/value head, separately for the SPLITS parts of its query heads."""
+    """dk, dv and dpi_k per key/value head, separately for the SPLITS parts of its query heads.
+
+    The gradient of a bias of keys is per query head.
+    """
     MINE: tl.constexpr = SHARE // SPLITS
-    HEADS: tl.constexpr = heads_of_tile(MINE, BLOCK_M)
+    HEADS: tl.constexpr = heads_of_tile(MINE, BLOCK_M, KEYED)
     CHUNKS: tl.constexpr = (MINE + HEADS - 1) // HEADS
     TOKENS: tl.constexpr = BLOCK_M // HEADS
     SPREAD: tl.constexpr = (BIAS == WORTH) and (HEADS > 1) and (HEADS * TOKENS == BLOCK_M)
@@ -383,28 +397,29 @@ def key_kernel(
         dk=tl.zeros([BLOCK_N, BLOCK_D], tl.float32),
         dv=tl.zeros([BLOCK_N, BLOCK_D], tl.float32),
         routing=tl.zeros([BLOCK_N, BLOCK_R], tl.float32),
+        bias=tl.zeros([BLOCK_N], tl.float32),
     )
     batch_head = job.batch * kv_heads * SHARE
     heads_from = job.kv_head * SHARE + job.chunk * MINE
-    for m in range(LABELS):
-        first = reads + job.begin * LABELS + m
-        last = reads + (job.end - 1) * LABELS + m
-        from_min, from_max = tl.load(read_from + first), tl.load(read_from + last)
-        to_min, to_max = tl.load(read_to + first), tl.load(read_to + last)
-        if BIAS == GEOMETRY:
-            to_min = tl.minimum(to_min, tl.load(flat_to + first))
-        plateau = take_plateau(plateaus, falls, m, c, CLASSES, BIAS)
-        zones = split_zones(from_min, from_max, to_min, tl.maximum(to_max, from_min), TOKENS)
-        for chunk in range(CHUNKS):
-            first_head = heads_from + chunk * HEADS
-            last_head = tl.minimum(first_head + HEADS, heads_from + MINE)
+    for chunk in range(CHUNKS):
+        first_head = heads_from + chunk * HEADS
+        last_head = tl.minimum(first_head + HEADS, heads_from + MINE)
+        for m in range(LABELS):
+            first = reads + job.begin * LABELS + m
+            last = reads + (job.end - 1) * LABELS + m
+            from_min, from_max = tl.load(read_from + first), tl.load(read_from + last)
+            to_min, to_max = tl.load(read_to + first), tl.load(read_to + last)
+            if BIAS == GEOMETRY:
+                to_min = tl.minimum(to_min, tl.load(flat_to + first))
+            plateau = take_plateau(plateaus, falls, m, c, CLASSES, BIAS)
+            zones = split_zones(from_min, from_max, to_min, tl.maximum(to_max, from_min), TOKENS)
             for index in range(0, zones.before + zones.after):
                 start, limit = edge_block(index, zones, TOKENS)
                 sums = key_block(
                     sums, keys_here, values_here, keys, q, q_head, q_token, by_query, pi_q, dout,
                     row_max, row_sum, delta, run_lo, run_hi, batch_head, first_head, last_head,
-                    num_queries, start, tl.minimum(start + TOKENS, limit),
-                    factor, cap, plateau, bias,
+                    num_queries, num_keys, start, tl.minimum(start + TOKENS, limit),
+                    factor, cap, plateau, bias, key_high, key_low,
                     True, BIAS, CAPPED, SQUARE, SPREAD, CLASSES, REGIMES, COLUMNS, HEADS,
                     PRECISION, HEAD_DIM, BLOCK_D, BLOCK_M,
                 )  # fmt: skip
@@ -413,11 +428,16 @@ def key_kernel(
                 sums = key_block(
                     sums, keys_here, values_here, keys, q, q_head, q_token, by_query, pi_q, dout,
                     row_max, row_sum, delta, run_lo, run_hi, batch_head, first_head, last_head,
-                    num_queries, start, start + TOKENS,
-                    factor, cap, plateau, bias,
+                    num_queries, num_keys, start, start + TOKENS,
+                    factor, cap, plateau, bias, key_high, key_low,
                     False, BIAS, CAPPED, SQUARE, SPREAD, CLASSES, REGIMES, COLUMNS, HEADS,
                     PRECISION, HEAD_DIM, BLOCK_D, BLOCK_M,
                 )  # fmt: skip
+        if KEYED:
+            line = (batch_head + first_head) * num_keys
+            tl.store(dkey_bias + line + keys.token, sums.bias, mask=keys.live)
+            nothing = tl.zeros([BLOCK_N], tl.float32)
+            sums = KeySums(dk=sums.dk, dv=sums.dv, routing=sums.routing, bias=nothing)
 
     line = (job.chunk * batches + job.batch) * kv_heads + job.kv_head
     at = line * num_keys + keys.token

@@ -139,7 +139,7 @@ def _tuned(name: str, found: tuple[Blocks, ...], device: torch.device) -> Any:
 
 # The values that the best blocks depend on, besides dtypes.
 _KEY = [
-    *("SHARE", "HEAD_DIM", "BIAS", "CAPPED", "PRECISION", "LABELS", "REGIMES", "COLUMNS"),
+    *("SHARE", "HEAD_DIM", "BIAS", "KEYED", "CAPPED", "PRECISION", "LABELS", "REGIMES", "COLUMNS"),
     "length_class",
 ]
 

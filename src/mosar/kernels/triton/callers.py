@@ -44,7 +44,14 @@ def attend(
         if slopes is not None:
             slopes = (slopes.detach().float() * LOG2E).contiguous()
         kind = NONE if table is None and slopes is None else TABLE
-        return run(dense_plan(layout), kind=kind, table=table, level_until=level, slopes=slopes)
+        return run(
+            dense_plan(layout),
+            kind=kind,
+            table=table,
+            level_until=level,
+            slopes=slopes,
+            key_bias=_in_base_2(bias.key, layout),
+        )
     config = bias.config
     whole, falls = plateaus(config, q.device)
     routed = {"groups": bias.groups, "gate": config.gate}
@@ -53,7 +60,8 @@ def attend(
         bias = bias.mixture(torch.float32)
     if isinstance(bias, LabelBias):
         plan = sparse_plan(bias.query, bias.key, config, layout, everywhere=not bias.ends_at_reach)
-        return run(plan, kind=GEOMETRY, plateaus=whole, falls=falls, **routed)
+        key_bias = _in_base_2(bias.of_key, layout)
+        return run(plan, kind=GEOMETRY, plateaus=whole, falls=falls, key_bias=key_bias, **routed)
     pi_q, pi_k = routing_with_sinks(bias.query, bias.key, config, layout)
     table, level = gates(config, q.device)
     return run(
@@ -68,6 +76,16 @@ def attend(
         epsilon=config.epsilon,
         **routed,
     )
+
+
+def _in_base_2(key_bias: Tensor | None, layout: Layout) -> Tensor | None:
+    """In float64, and 0 for padding, which may hold anything."""
+    if key_bias is None:
+        return None
+    key_bias = key_bias.double() * LOG2E
+    if layout.key_valid is not None:
+        key_bias = key_bias.masked_fill(~layout.key_valid[:, None], 0)
+    return key_bias.contiguous()
 
 
 def _run(
@@ -87,13 +105,14 @@ def _run(
     table: Tensor | None = None,
     level_until: Tensor | None = None,
     slopes: Tensor | None = None,
+    key_bias: Tensor | None = None,
     gate: Gate = _NO_GATE,
     epsilon: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     out, lse, _ = ops.attend(
         *(q, k, v, pi_q, pi_k, *plan),
-        *(plateaus, falls, table, level_until, slopes),
+        *(plateaus, falls, table, level_until, slopes, key_bias),
         *(groups, kind, scale, softcap, *gate, epsilon),
     )  # pyright: ignore[reportCallIssue]
     return out, lse

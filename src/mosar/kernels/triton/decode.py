@@ -21,7 +21,7 @@ from mosar.core.config import MoSARConfig
 from mosar.kernels.plan import whole_reach
 from mosar.kernels.tables import on_device
 from mosar.kernels.triton.launches import handed_over, in_base_two, keep_whole, launching_on
-from mosar.kernels.triton.logits import GEOMETRY, LN2, NEVER, cap_scores, fall, take_plateau
+from mosar.kernels.triton.logits import GEOMETRY, LN2, LOG2E, NEVER, cap_scores, fall, take_plateau
 from mosar.kernels.triton.plan import plateaus
 
 # The smallest useful part: with fewer keys, starting and combining it costs more than reading.
@@ -50,7 +50,7 @@ def find_page(pages, marks, begin, end, first, PAGE: tl.constexpr):
 
 @triton.jit
 def decode_kernel(
-    q, k_pool, v_pool, table, marks, labels, positions, reach, plateaus, falls,
+    q, k_pool, v_pool, table, marks, biases, newest, labels, positions, reach, plateaus, falls,
     part_max, part_sum, part_out,
     position, width, groups, heads, num_parts, factor, cap, barrier, exponent,
     SHARE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CLASSES: tl.constexpr,
@@ -94,6 +94,8 @@ def decode_kernel(
         mask=live[:, None] & in_dim[None, :],
         other=0.0,
     )
+    if biases is not None:
+        latest = tl.load(newest + query_head, mask=live, other=0.0)
     top = tl.full([BLOCK_M], NEVER, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -119,6 +121,16 @@ def decode_kernel(
         product = tl.dot(queries, k.to(queries.dtype), input_precision=PRECISION)
         score, _ = cap_scores(product, factor, cap, CAPPED)
         score -= fall(distance, plateau, barrier, exponent, SQUARE)[None, :]
+        if biases is not None:
+            # Only the difference fits into float32, far along a text.
+            added = tl.load(
+                biases
+                + ((page * heads + head) * (SHARE * PAGE) + at)[None, :]
+                + share[:, None] * PAGE,
+                mask=live[:, None] & inside[None, :],
+                other=0.0,
+            )
+            score += (added - latest[:, None]).to(tl.float32) * LOG2E
         score = tl.where(inside[None, :], score, NEVER)
         new = tl.maximum(top, tl.max(score, axis=1))
         finite = tl.where(new == NEVER, 0.0, new)
@@ -184,6 +196,8 @@ def cache_attend(
     v_pool: Tensor,
     table: Tensor,
     marks: Tensor,
+    biases: Tensor | None,
+    newest: Tensor | None,
     reach: Tensor,
     plateaus: Tensor,
     falls: Tensor,
@@ -193,7 +207,10 @@ def cache_attend(
     barrier: float,
     exponent: float,
 ) -> tuple[Tensor, Tensor]:
-    """Output [B, Hq, 1, D] and log-sum-exp [B, Hq, 1] of q [B, Hq, 1, D] with labels [B, Gr]."""
+    """Output [B, Hq, 1, D] and log-sum-exp [B, Hq, 1] of q [B, Hq, 1, D] with labels [B, Gr].
+
+    biases: of the keys, if they have any; newest [B, Hq]: that of the newest key.
+    """
     batch, query_heads, _, dim = q.shape
     heads, page = v_pool.shape[1:3]
     groups, classes = labels.shape[1], reach.shape[1]
@@ -215,6 +232,8 @@ def cache_attend(
             v_pool=v_pool,
             table=table,
             marks=marks,
+            biases=biases,
+            newest=newest,
             labels=labels,
             positions=positions,
             reach=reach,
@@ -251,7 +270,7 @@ def cache_attend(
             BLOCK_D=block_d,
             BLOCK_P=16,
         )
-    return out, lse
+    return out, lse if newest is None else (lse + newest[..., None]).float()
 
 
 def _fake_cache_attend(q, *inputs):
@@ -273,14 +292,15 @@ def attend_token(
     scale: float,
     softcap: float | None,
     config: MoSARConfig,
+    of_key: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of q [B, Hq, 1, D] with labels [B, Gr] over the lists of a cache.
 
-    state: k_pool, v_pool, table, marks and more; position: the position of every row if no
-    positions [B, 1] are given. Tensors on the host (table, marks, positions) are copied to the
-    device.
+    state: that of `RegimeLists`; position: the position of every row if no positions [B, 1] are
+    given. Tensors on the host (table, marks, positions) are copied to the device. of_key [B, Hq]
+    float64: that of the newest key, if keys have one.
     """
-    k_pool, v_pool, table, marks, *_ = state
+    k_pool, v_pool, table, marks, _, _, biases = state
     device = q.device
     whole, falls = plateaus(config, device)
     return torch.ops.mosar.triton_cache_attend(
@@ -291,6 +311,8 @@ def attend_token(
         v_pool,
         handed_over(table, device),
         handed_over(marks, device),
+        None if of_key is None else biases,
+        None if of_key is None else of_key.contiguous(),
         on_device(device, whole_reach, config, window),
         whole,
         falls,

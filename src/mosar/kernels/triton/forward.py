@@ -23,6 +23,7 @@ from mosar.kernels.triton.logits import (
     make_logits,
     mix_gates,
     spread_heads,
+    take_key_bias,
     take_plateau,
 )
 from mosar.kernels.triton.tiles import (
@@ -55,7 +56,7 @@ class Softmax(NamedTuple):
 @triton.jit
 def attend_block(
     state, queries, rows, tokens, source, start, limit, lo, hi, factor, cap, plateau, bias,
-    EDGE: tl.constexpr, BIAS: tl.constexpr, CAPPED: tl.constexpr, SQUARE: tl.constexpr,
+    of_key, EDGE: tl.constexpr, BIAS: tl.constexpr, CAPPED: tl.constexpr, SQUARE: tl.constexpr,
     SPREAD: tl.constexpr, REGIMES: tl.constexpr, COLUMNS: tl.constexpr, HEADS: tl.constexpr,
     PRECISION: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -63,7 +64,7 @@ def attend_block(
     keys, k, v = load_keys(start, limit, source, COLUMNS, HEAD_DIM, BLOCK_D, BLOCK_N)
     product = tl.dot(queries, tl.trans(k), input_precision=PRECISION)
     score, _ = make_logits(
-        product, rows, tokens, keys, lo, hi, factor, cap, plateau, bias,
+        product, rows, tokens, keys, lo, hi, factor, cap, plateau, bias, of_key,
         EDGE, BIAS, CAPPED, SQUARE, False,
     )  # fmt: skip
     if BIAS == WORTH:
@@ -91,16 +92,16 @@ def attend_block(
 def forward_kernel(
     q, k, v, out, lse, row_max, row_sum, pi_q, pi_k,
     query_order, key_order, query_places, key_places, query_offsets, run_lo, run_hi, run_flat,
-    plateaus, falls, table, level_until, slopes,
+    plateaus, falls, table, level_until, slopes, key_high, key_low,
     q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token,
     plan_batch, plan_group, groups, kv_heads, num_queries, num_keys, shift,
     table_stride, table_length, factor, cap, barrier, exponent, epsilon, length_class,
     SHARE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, LABELS: tl.constexpr,
     CLASSES: tl.constexpr, REGIMES: tl.constexpr, COLUMNS: tl.constexpr, BIAS: tl.constexpr,
-    CAPPED: tl.constexpr, SQUARE: tl.constexpr, PRECISION: tl.constexpr,
+    KEYED: tl.constexpr, CAPPED: tl.constexpr, SQUARE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    HEADS: tl.constexpr = heads_of_tile(SHARE, BLOCK_M)
+    HEADS: tl.constexpr = heads_of_tile(SHARE, BLOCK_M, KEYED)
     CHUNKS: tl.constexpr = (SHARE + HEADS - 1) // HEADS
     TOKENS: tl.constexpr = BLOCK_M // HEADS
     SPREAD: tl.constexpr = (BIAS == WORTH) and (HEADS > 1) and (HEADS * TOKENS == BLOCK_M)
@@ -126,6 +127,8 @@ def forward_kernel(
     tokens = take_tokens(job.begin, job.end, rows, by_query, pi_q, SPREAD, TOKENS, REGIMES)
     offset = job.batch * q_batch + rows.head.to(tl.int64) * q_head + rows.token * q_token
     queries = load_matrix(q, offset, rows.live, HEAD_DIM, BLOCK_D)
+    line = (job.batch * kv_heads * SHARE + first_head) * num_keys
+    of_key = take_key_bias(key_high, key_low, line, rows, num_queries, num_keys)
     state = Softmax(
         top=tl.full([BLOCK_M], NEVER, tl.float32),
         total=tl.zeros([BLOCK_M], tl.float32),
@@ -140,7 +143,7 @@ def forward_kernel(
             start, limit = edge_block(index, zones, BLOCK_N)
             state = attend_block(
                 state, queries, rows, tokens, source, start, limit, lo, hi,
-                factor, cap, plateau, bias,
+                factor, cap, plateau, bias, of_key,
                 True, BIAS, CAPPED, SQUARE, SPREAD, REGIMES, COLUMNS, HEADS, PRECISION,
                 HEAD_DIM, BLOCK_D, BLOCK_N,
             )  # fmt: skip
@@ -148,7 +151,7 @@ def forward_kernel(
             start = zones.stop + index * BLOCK_N
             state = attend_block(
                 state, queries, rows, tokens, source, start, start + BLOCK_N, lo, hi,
-                factor, cap, plateau, bias,
+                factor, cap, plateau, bias, of_key,
                 False, BIAS, CAPPED, SQUARE, SPREAD, REGIMES, COLUMNS, HEADS, PRECISION,
                 HEAD_DIM, BLOCK_D, BLOCK_N,
             )  # fmt: skip
@@ -157,7 +160,8 @@ def forward_kernel(
     total = tl.where(empty, 1.0, state.total)
     at = (job.batch * kv_heads * SHARE + rows.head) * num_queries + rows.token
     store_matrix(out, at * HEAD_DIM, rows.live, state.sums / total[:, None], HEAD_DIM, BLOCK_D)
-    found = tl.where(empty, NEVER, (state.top + tl.log2(total)) * LN2)
+    found = state.top + tl.log2(total) + of_key.own_low + of_key.own_high
+    found = tl.where(empty, NEVER, found * LN2)
     tl.store(lse + at, found, mask=rows.live)
     # Store both, because the log-sum-exp is too coarse to recompute exponentials from it.
     tl.store(row_max + at, tl.where(empty, 0.0, state.top), mask=rows.live)

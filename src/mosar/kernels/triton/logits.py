@@ -22,6 +22,7 @@ WORTH = tl.constexpr(autograd.WORTH)
 TABLE = tl.constexpr(autograd.TABLE)
 
 LN2 = tl.constexpr(0.6931471805599453)
+LOG2E = tl.constexpr(1.4426950408889634)
 NEVER = tl.constexpr(float("-inf"))
 
 
@@ -38,6 +39,20 @@ class Bias(NamedTuple):
     table_length: tl.tensor
     level_until: tl.tensor
     slopes: tl.tensor
+
+
+class KeyBias(NamedTuple):
+    """What is added to every pair of a key, of one head: sums of two numbers, in base 2.
+
+    Relative to a row's own key, so that float32 holds it wherever the row stands in the text.
+    """
+
+    high: tl.tensor
+    """Pointers to those of key 0; None: nothing is added."""
+    low: tl.tensor
+    own_high: tl.tensor
+    """Of each row's own key."""
+    own_low: tl.tensor
 
 
 class Plateau(NamedTuple):
@@ -65,6 +80,21 @@ def load_plateau(plateaus, falls, pair):
         fraction=tl.load(falls + pair * 2),
         inverse=tl.load(falls + pair * 2 + 1),
     )
+
+
+@triton.jit
+def take_key_bias(high, low, line, rows, num_queries, num_keys):
+    """The bias of the keys of one head, whose numbers start at `line`, for rows of that head."""
+    if high is None:
+        return KeyBias(high=None, low=None, own_high=0.0, own_low=0.0)
+    else:
+        own = tl.minimum(tl.maximum(rows.token + num_keys - num_queries, 0), num_keys - 1)
+        return KeyBias(
+            high=high + line,
+            low=low + line,
+            own_high=tl.load(high + line + own, mask=rows.live, other=0.0),
+            own_low=tl.load(low + line + own, mask=rows.live, other=0.0),
+        )
 
 
 @triton.jit
@@ -184,7 +214,7 @@ def take_gates(pair, at, bias, SQUARE: tl.constexpr):
 
 @triton.jit
 def make_logits(
-    product, rows, tokens, keys, lo, hi, factor, cap, plateau, bias,
+    product, rows, tokens, keys, lo, hi, factor, cap, plateau, bias, of_key,
     EDGE: tl.constexpr, BIAS: tl.constexpr, CAPPED: tl.constexpr, SQUARE: tl.constexpr,
     KEYS_FIRST: tl.constexpr,
 ):  # fmt: skip
@@ -209,6 +239,12 @@ def make_logits(
                 added += tl.load(over_rows(line, KEYS_FIRST) + at)
             # This also applies to an infinite logit, because such a pair does not exist.
             score = tl.where(added == NEVER, NEVER, score + added)
+    if of_key.high is not None:
+        high = tl.load(of_key.high + keys.token, mask=keys.live, other=0.0)
+        low = tl.load(of_key.low + keys.token, mask=keys.live, other=0.0)
+        high = over_keys(high, KEYS_FIRST) - over_rows(of_key.own_high, KEYS_FIRST)
+        low = over_keys(low, KEYS_FIRST) - over_rows(of_key.own_low, KEYS_FIRST)
+        score += high + low
     if EDGE:
         if BIAS == GEOMETRY:
             score -= fall(distance, plateau, bias.barrier, bias.exponent, SQUARE)

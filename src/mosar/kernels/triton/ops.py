@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ def attend(
     table: Tensor | None,
     level_until: Tensor | None,
     slopes: Tensor | None,
+    key_bias: Tensor | None,
     groups: int,
     bias: int,
     scale: float,
@@ -50,13 +52,14 @@ def attend(
 
     The plan is a `DevicePlan`; softcap 0: none. GEOMETRY takes its gates from exponent, barrier and
     plateaus, and WORTH from `table` [R * C, length]. TABLE takes its bias from `table`
-    [1 or Hq, length] in base 2 and slopes.
+    [1 or Hq, length] in base 2 and slopes. key_bias [B, Hq, S], float64 in base 2, goes with all
+    but WORTH.
     """
     common = _common(locals())
     out, lse, softmax = empty_results(q)
     kernel, blocks = choose("forward", q.shape[3], q.dtype, q.device)
     with launching_on(q):
-        wrap_triton(kernel)[_query_grid(q, k, query_offsets)](
+        wrap_triton(kernel)[_query_grid(q, k, query_offsets, common["KEYED"])](
             out=out,
             lse=lse,
             row_max=softmax[0],
@@ -76,6 +79,7 @@ def attend_backward(
     dlse: Tensor,
     out: Tensor,
     softmax: Tensor,
+    learned: int,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -95,6 +99,7 @@ def attend_backward(
     table: Tensor | None,
     level_until: Tensor | None,
     slopes: Tensor | None,
+    key_bias: Tensor | None,
     groups: int,
     bias: int,
     scale: float,
@@ -102,8 +107,10 @@ def attend_backward(
     barrier: float,
     exponent: float,
     epsilon: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv, and dpi_q, dpi_k (empty without WORTH)."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv, dpi_q and dpi_k (empty without WORTH), and that of key_bias (empty if learned is
+    0).
+    """
     common = _common(locals())
     batch, heads, _, dim = q.shape
     kv_heads, keys = k.shape[1:3]
@@ -122,7 +129,7 @@ def attend_backward(
     shares_q = delta.new_empty((*delta.shape, regimes))
     kernel, blocks = choose("query", dim, q.dtype, q.device)
     with launching_on(q):
-        wrap_triton(kernel)[_query_grid(q, k, query_offsets)](
+        wrap_triton(kernel)[_query_grid(q, k, query_offsets, common["KEYED"])](
             out=out,
             dlse=dlse,
             delta=delta,
@@ -144,6 +151,7 @@ def attend_backward(
     dk = new((splits, *k.shape), dtype=dtype)
     dv = new((splits, *k.shape), dtype=dtype)
     shares_k = new((splits, *k.shape[:3], regimes))
+    dkey_bias = new((batch, heads, keys) if common["KEYED"] else (0,))
 
     def key_grid(meta: dict[str, Any]) -> tuple[int]:
         tiles = -(-keys // meta["BLOCK_N"]) + classes - 1
@@ -155,6 +163,7 @@ def attend_backward(
             dk=dk,
             dv=dv,
             dpi_k=shares_k,
+            dkey_bias=dkey_bias,
             key_offsets=key_offsets,
             read_from=readers.first,
             read_to=readers.end,
@@ -165,12 +174,14 @@ def attend_backward(
             **blocks,
         )
     dk, dv = (x[0] if splits == 1 else x.sum(dim=0).to(q.dtype) for x in (dk, dv))
+    # In base 2, as the bias; a shape of 0 says that nobody asked.
+    dkey_bias = dkey_bias.double() * math.log(2) if learned else delta.new_empty(0)
     if pi_k is None or not routed:
-        return dq, dk, dv, delta.new_empty(0), delta.new_empty(0)
+        return dq, dk, dv, delta.new_empty(0), delta.new_empty(0), dkey_bias
     dpi_q = shares_q.unflatten(1, (groups, heads // groups)).sum(dim=2)
     dpi_k = shares_k.sum(dim=0).unflatten(1, (groups, kv_heads // groups)).sum(dim=2)
     # Sinks have their own column and are not routed.
-    return dq, dk, dv, dpi_q, F.pad(dpi_k, (0, pi_k.shape[-1] - regimes))
+    return dq, dk, dv, dpi_q, F.pad(dpi_k, (0, pi_k.shape[-1] - regimes)), dkey_bias
 
 
 def _common(given: dict[str, Any]) -> dict[str, Any]:
@@ -185,6 +196,10 @@ def _common(given: dict[str, Any]) -> dict[str, Any]:
         by_batch = by_group = 0
     elif plan_rows == batch:
         by_batch, by_group = 1, 0
+    high = low = None
+    if given["key_bias"] is not None:
+        high = given["key_bias"].float()
+        low = (given["key_bias"] - high).float()
     strides = {
         f"{name}_{axis}": matrix.stride(index)
         for name, matrix in (("q", q), ("k", k), ("v", v))
@@ -199,6 +214,8 @@ def _common(given: dict[str, Any]) -> dict[str, Any]:
         **strides,
         **in_base_two(given["scale"], given["softcap"], given["barrier"]),
         **{name: given[name] for name in handed_on},
+        "key_high": high,
+        "key_low": low,
         "plan_batch": by_batch,
         "plan_group": by_group,
         "kv_heads": kv_heads,
@@ -216,6 +233,7 @@ def _common(given: dict[str, Any]) -> dict[str, Any]:
         "REGIMES": 1 if pi_q is None else pi_q.shape[-1],
         "COLUMNS": 1 if pi_k is None else pi_k.shape[-1],
         "BIAS": given["bias"],
+        "KEYED": high is not None,
         "SQUARE": exponent == 2,
         "PRECISION": _dot_precision(q),
     }
@@ -228,13 +246,13 @@ def _dot_precision(q: Tensor) -> str:
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
-def _query_grid(q: Tensor, k: Tensor, query_offsets: Tensor):
+def _query_grid(q: Tensor, k: Tensor, query_offsets: Tensor, keyed: bool):
     batch, heads, queries, _ = q.shape
     kv_heads, labels = k.shape[1], query_offsets.shape[1] - 1
     share = heads // kv_heads
 
     def grid(meta: dict[str, Any]) -> tuple[int]:
-        together = heads_of_tile(share, meta["BLOCK_M"])
+        together = heads_of_tile(share, meta["BLOCK_M"], keyed)
         tiles = -(-queries // (meta["BLOCK_M"] // together)) + labels - 1
         return (tiles * -(-share // together) * kv_heads * batch,)
 
@@ -242,6 +260,6 @@ def _query_grid(q: Tensor, k: Tensor, query_offsets: Tensor):
 
 
 # Only shapes, because the interpreter cannot run a kernel on tensors without data.
-register_attention("triton_attend", impl="triton")
+register_attention("triton_attend", impl="triton", bias_inputs=(19,))
 keep_whole("triton_attend")
 keep_whole("triton_attend_backward")

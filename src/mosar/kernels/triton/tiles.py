@@ -1,7 +1,8 @@
 """What the kernels share: the tile of a program, its rows of queries, blocks of keys.
 
 A tile has BLOCK_M rows. A row is a token of one query head. The HEADS heads of a key/value head
-that share a tile are adjacent: row r is token r // HEADS and head r % HEADS.
+that share a tile are adjacent: row r is token r // HEADS and head r % HEADS. Where keys have a
+bias (KEYED), which differs between heads, a tile has one head.
 """
 
 # Triton compiles these functions, not Python, so a type checker cannot check them.
@@ -130,8 +131,10 @@ def find_part(offsets, tile, SIZE: tl.constexpr, PARTS: tl.constexpr, LATE_FIRST
 
 
 @triton.constexpr_function
-def heads_of_tile(share, rows):
+def heads_of_tile(share, rows, keyed):
     """The number of heads, of `share`, in a tile of `rows` rows: all, or an even chunk of them."""
+    if keyed:
+        return 1
     chunks = -(-share // rows)
     return -(-share // chunks)
 

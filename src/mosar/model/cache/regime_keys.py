@@ -51,8 +51,6 @@ class RegimeKeys:
         self._reach_RC, self._reach_C = _reach(config, window)
         classes = self._reach_RC.shape[1]
         biased = 0 if like.of_key is None else like.of_key.shape[1] // self.groups
-        # The GPU kernels know no bias of keys.
-        self._triton = self._triton and not biased
         self.lists = RegimeLists(
             *(rows, self.groups, classes, heads // self.groups, dim), **kind, biased=biased
         )
@@ -182,6 +180,7 @@ class RegimeKeys:
             "scale": q.shape[-1] ** -0.5 if scale is None else scale,
             "softcap": softcap,
             "config": self.config,
+            "of_key": self.last_of_key,
         }
         state, flat = self.lists.state, labels.flatten(1).contiguous()
         if on_gpu:
@@ -191,7 +190,6 @@ class RegimeKeys:
             return attend_token(q, flat, positions, state, window=self.window, **options)
         try:
             table = self._reach_RC, self._pair_table
-            options["of_key"] = self.last_of_key
             return decode.attend_token(q, flat, positions, state, *table, **options)
         except (ValueError, RuntimeError):
             # The kernel checks values too; this check names the argument.
