@@ -9,6 +9,7 @@ import torch
 from mosar.data.tasks import TASKS, make_windows
 from mosar.evaluation.evaluate import evaluate
 from mosar.evaluation.loaded_run import LoadedRun
+from mosar.evaluation.perplexity import PairTally
 from mosar.evaluation.retrieval import (
     Questions,
     answer,
@@ -21,6 +22,8 @@ from mosar.records import RetrievalRecord
 
 class Oracle:
     """A decoder that knows the answers to questions up to a distance, and no others."""
+
+    geometries = ()
 
     def __init__(self, windows, reach, vocab_size):
         self.windows, self.vocab_size = windows, vocab_size
@@ -36,7 +39,7 @@ class Oracle:
     def __call__(self, tokens, routing):
         assert torch.equal(tokens, self.windows.tokens[:, :-1])
         return SimpleNamespace(
-            hidden=torch.nn.functional.one_hot(self.said, self.vocab_size).float()
+            hidden=torch.nn.functional.one_hot(self.said, self.vocab_size).float(), routings=[]
         )
 
     def logits(self, hidden):
@@ -56,7 +59,7 @@ def as_run(oracle):
 def test_an_oracle_of_a_reach_is_seen_to_have_it(task, reach):
     made = TASKS[task](64)
     windows = make_windows(made, range(40), 200, split="test")
-    right = answer(as_run(Oracle(windows, reach, made.vocab_size)), windows, "native")
+    right = answer(as_run(Oracle(windows, reach, made.vocab_size)), windows, "native", PairTally())
     assert right.shape == windows.distances.shape
     assert torch.equal(right, windows.distances <= reach)
     rows = by_distance(right.flatten(), windows.distances.flatten(), distance_bounds(200, [reach]))
@@ -70,7 +73,11 @@ def test_one_wrong_token_spoils_a_passkey():
     windows = make_windows(made, range(3), 64, split="test")
     oracle = Oracle(windows, 10_000, made.vocab_size)
     oracle.said[1, windows.answers[1, 0, 2]] = made.vocab_size - 1
-    assert answer(as_run(oracle), windows, "soft").tolist() == [[True], [False], [True]]
+    assert answer(as_run(oracle), windows, "soft", PairTally()).tolist() == [
+        [True],
+        [False],
+        [True],
+    ]
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 64, 100, 256, 257, 1000])
@@ -97,10 +104,22 @@ def test_a_run_of_a_task_is_asked(task, task_run):
         assert record.answers == sum(row[3] for row in record.by_distance)
         weighed = sum(row[2] * row[3] for row in record.by_distance)
         assert record.accuracy == pytest.approx(weighed / record.answers)
+        assert 0 < record.density <= 1
         assert record.reaches == {"S": 4.0, "M": 16.0, "G": 64.0}
         assert record.chance == (1 / 8 if task == "recall" else 1 / 256)
     assert evaluate(folder, tokens=512, progress=False) == records
     assert evaluate(folder, tokens=256, progress=False) != records
+
+
+def test_density_is_that_of_the_questions(task_run):
+    dense, masked = (
+        evaluate(task_run("recall", variant), lengths=(128,), tokens=512, progress=False)[0]
+        for variant in ("rope", "rope-m-mask")
+    )
+    assert dense.density == 1
+    assert masked.density == pytest.approx(
+        sum(min(i + 1, 17) for i in range(128)) / (128 * 129 / 2)
+    )
 
 
 def test_accuracy_is_that_of_the_decoder(task_run):

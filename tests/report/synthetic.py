@@ -409,6 +409,7 @@ def make_retrieval(cell: Cell, task: str, routing: str) -> RetrievalRecord:
         by_distance=rows,
         reaches=_marked(cell.variant),
         chance=chance,
+        density=None if cell.seed else 0.25,
     )
 
 

@@ -47,14 +47,35 @@ class PairTally:
     def __init__(self):
         self._counts: dict[int, tuple[float, int]] = {}
 
-    def add(self, layer: int, counted: tuple[float, int] | None) -> None:
-        if counted is not None:
-            inside, causal = self._counts.get(layer, (0, 0))
-            self._counts[layer] = inside + counted[0], causal + counted[1]
+    def add(
+        self,
+        loaded: LoadedRun,
+        shape: tuple[int, int],
+        routing: str,
+        routed: Sequence[LayerRouting],
+        segment_ids: Tensor | None = None,
+    ) -> None:
+        """Counts a batch of so many rows of tokens, while the model executes `routing`."""
+        for layer, geometry in enumerate(loaded.decoder.geometries):
+            counted = geometry.acting.count_pairs(
+                shape,
+                routing=routing,
+                labels=routed[layer].labels if routed else None,
+                segment_ids=segment_ids,
+            )
+            if counted is not None:
+                inside, causal = self._counts.get(layer, (0, 0))
+                self._counts[layer] = inside + counted[0], causal + counted[1]
 
     @property
     def layer_density(self) -> list[float]:
         return [inside / causal for _, (inside, causal) in sorted(self._counts.items())]
+
+    @property
+    def density(self) -> float:
+        """The mean over the layers."""
+        layers = self.layer_density
+        return sum(layers) / len(layers) if layers else 1.0
 
 
 @torch.no_grad()
@@ -88,14 +109,7 @@ def evaluate_length(
             with loaded.executing(routing, length) as operator:
                 losses_BT, routed = _losses(loaded, tokens, segments, operator)
                 tally.seconds += time.perf_counter() - start
-                for layer, geometry in enumerate(geometries):
-                    counted = geometry.acting.count_pairs(
-                        (len(tokens), length),
-                        routing=routing,
-                        labels=routed[layer].labels if routed else None,
-                        segment_ids=segments,
-                    )
-                    tally.pairs.add(layer, counted)
+                tally.pairs.add(loaded, (len(tokens), length), routing, routed, segments)
             tally.loss.add(losses_BT)
             if tally.routing is not None:
                 tally.routing.add(routed)
@@ -142,7 +156,6 @@ def _record(
             f"the loss of {loaded.run} is {loss.mean} at length {fields['length']} with routing "
             f"{fields['routing']}"
         )
-    layer_density = tally.pairs.layer_density
     return EvaluationRecord(
         **fields,
         **(NO_ROUTING if tally.routing is None else tally.routing.record_fields()),
@@ -152,7 +165,7 @@ def _record(
         loss_stderr=loss.stderr,
         buckets=loss.buckets(),
         seconds=tally.seconds,
-        density=sum(layer_density) / len(layer_density) if layer_density else 1.0,
-        layer_density=layer_density,
+        density=tally.pairs.density,
+        layer_density=tally.pairs.layer_density,
         discarded_mass=[mass.summary() for mass in masses],
     )

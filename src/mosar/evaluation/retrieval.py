@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mosar.data.tasks import TASKS, Task, TaskWindows, make_windows
 from mosar.evaluation.loaded_run import LoadedRun
+from mosar.evaluation.perplexity import PairTally
 from mosar.evaluation.validation_text import PASS_TOKENS, default_tokens
 from mosar.records import Record, RetrievalRecord
 
@@ -46,8 +47,8 @@ class Questions:
         check_questions(self.task, loaded.train_length, lengths, self.tokens)
 
     def is_measured_by(self, record: Record) -> bool:
-        """Whether a record has the same number of questions."""
-        if not isinstance(record, RetrievalRecord):
+        """Whether a record has the same number of questions, and a density (older ones do not)."""
+        if not isinstance(record, RetrievalRecord) or record.density is None:
             return False
         return record.answers == self.windows(record.length) * self.task.answers
 
@@ -80,11 +81,12 @@ def evaluate_retrieval(
     """One record per routing, with `fields`; `advance` is called after each batch."""
     operators = {routing: loaded.operator(routing) for routing in routings}
     right: dict[str, list[Tensor]] = {operator: [] for operator in operators.values()}
+    pairs = {operator: PairTally() for operator in operators.values()}
     distances = []
     for windows in questions.batches(length):
         # Routings that are one operator are computed once.
         for operator, routing in {operators[r]: r for r in routings}.items():
-            right[operator].append(answer(loaded, windows, routing).flatten())
+            right[operator].append(answer(loaded, windows, routing, pairs[operator]).flatten())
         distances.append(windows.distances.flatten())
         advance()
     reaches = loaded.geometry.reaches()
@@ -98,18 +100,20 @@ def evaluate_retrieval(
             answers=len(found),
             accuracy=float(found.double().mean()),
             by_distance=by_distance(found, at, bounds),
+            density=pairs[operators[routing]].density,
         )
         for routing, found in ((r, torch.cat(right[operators[r]])) for r in routings)
     ]
 
 
-def answer(loaded: LoadedRun, windows: TaskWindows, routing: str) -> Tensor:
-    """Which answers are right, [B, A] bool."""
+def answer(loaded: LoadedRun, windows: TaskWindows, routing: str, pairs: PairTally) -> Tensor:
+    """Which answers are right, [B, A] bool; the pairs that were read are added to `pairs`."""
     tokens = windows.tokens[:, :-1].to(loaded.device)
     with loaded.executing(routing, tokens.shape[1]) as operator:
-        hidden_BTC = loaded.decoder(tokens, routing=operator).hidden
+        output = loaded.decoder(tokens, routing=operator)
+        pairs.add(loaded, (tokens.shape[0], tokens.shape[1]), routing, output.routings)
     rows = torch.arange(len(windows.tokens))[:, None, None]
-    asked_BAKC = hidden_BTC[rows, windows.answers]
+    asked_BAKC = output.hidden[rows, windows.answers]
     said_BAK = loaded.decoder.logits(asked_BAKC).argmax(dim=-1).cpu()
     return (said_BAK == windows.tokens[rows, windows.answers + 1]).all(dim=-1)
 

@@ -106,7 +106,7 @@ def retrieval_table(records: Sequence[RetrievalRecord]) -> TerminalTable:
     )
     bounds = sorted({(row[0], row[1]) for record in records for row in record.by_distance})
     marks = {int(reach): name for name, reach in first.reaches.items()}
-    head = ["length", "routing", "all"]
+    head = ["length", "routing", "density\nρ", "all"]
     for least, end in bounds:
         last = int(end) - 1
         name = str(last) if least == last else f"{least:.0f}–{last}"
@@ -115,7 +115,9 @@ def retrieval_table(records: Sequence[RetrievalRecord]) -> TerminalTable:
     for record in records:
         found = {(row[0], row[1]): f"{100 * row[2]:.1f}" for row in record.by_distance}
         cells = (found.get(key, _NONE) for key in bounds)
-        rows.append([str(record.length), record.routing, f"{100 * record.accuracy:.1f}", *cells])
+        density = _NONE if record.density is None else _share(record.density)
+        accuracy = f"{100 * record.accuracy:.1f}"
+        rows.append([str(record.length), record.routing, density, accuracy, *cells])
     return _table(title, head, rows, sections=True)
 
 

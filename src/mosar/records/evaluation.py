@@ -88,5 +88,7 @@ class RetrievalRecord(Record):
     """Regime -> reach, for the marks of a figure."""
     chance: float
     """The accuracy of guessing."""
+    density: float | None = None
+    """Share of the causal pairs of these texts that are in the support; None in older records."""
     inputs: dict[str, Any] = field(default_factory=dict)
     """What it was computed from: "checkpoint" (sha256 of the parameters), "data" (fingerprint)."""

@@ -112,6 +112,8 @@ def _check_retrieval(record: RetrievalRecord) -> None:
         _integer(name, getattr(record, name), 1)
     for name in ("accuracy", "chance"):
         _number(name, getattr(record, name), 0, 1)
+    if record.density is not None:
+        _number("density", record.density, 0, 1)
     _rows("by_distance", record.by_distance, 4)
     _object("reaches", record.reaches)
     for name, reach in record.reaches.items():

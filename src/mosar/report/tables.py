@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from mosar.core.config import MoSARConfig
 from mosar.core.regimes import pair_geometry
-from mosar.records import EvaluationRecord
+from mosar.records import EvaluationRecord, RetrievalRecord
 from mosar.report.claims import Claim, far_accuracy, found_from_far, medium_reach
 from mosar.report.comparison import (
     BASELINE,
@@ -466,29 +466,32 @@ def retrieval_table(c: Comparison, *, of_grid: bool = False) -> Table:
     """Accuracy of the synthetic tasks, over all and from far away; of a grid, of each point."""
     beyond = medium_reach(c)
     limit = "every reach but the global one" if beyond is None else f"{beyond:g} tokens"
-    found: dict[tuple[str, float, str, str, str], dict[int, tuple[float, float | None]]] = {}
+    found: dict[tuple[str, float, str, str, str], dict[int, RetrievalRecord]] = {}
     for record in c.experiment.retrievals if of_grid else c.retrievals:
         grid = {key: value for key, value in record.cell.grid.items() if key != "data.task"}
         point = ", ".join(f"{key}={value}" for key, value in grid.items()) if of_grid else ""
         if of_grid and not point:
             continue
         key = (record.task, factor_of(record), record.cell.variant, point, record.routing)
-        far = far_accuracy(record, beyond)
-        found.setdefault(key, {})[record.cell.seed] = (record.accuracy, far)
+        found.setdefault(key, {})[record.cell.seed] = record
     order = list(c.looks)
     rows, keys = [], []
     for key in sorted(found, key=lambda k: (*k[:2], order.index(k[2]), *k[3:])):
         task, factor, variant, point, routing = key
-        overall = Estimate({seed: pair[0] for seed, pair in sorted(found[key].items())})
-        far = {seed: p[1] for seed, p in sorted(found[key].items()) if p[1] is not None}
+        records = sorted(found[key].items())
+        measured = (
+            [(seed, record.accuracy) for seed, record in records],
+            [(seed, far_accuracy(record, beyond)) for seed, record in records],
+            [(seed, record.density) for seed, record in records],
+        )
+        known = ({seed: x for seed, x in values if x is not None} for values in measured)
         rows.append(
             (
                 plain_cell(c.looks[variant].label + (f", {point}" if point else "")),
                 plain_cell(routing),
                 plain_cell(task),
                 plain_cell(times(factor), factor),
-                estimate_cell(overall, share),
-                estimate_cell(Estimate(far) if far else None, share),
+                *(estimate_cell(Estimate(x) if x else None, share) for x in known),
             )
         )
         keys.append(variant)
@@ -496,11 +499,10 @@ def retrieval_table(c: Comparison, *, of_grid: bool = False) -> Table:
         name="grid-retrieval" if of_grid else "retrieval",
         title="Retrieval along the grid" if of_grid else "Retrieval",
         caption="Share of right answers: over all, and of those whose target is farther away than "
-        f"{limit}.",
+        f"{limit}; and the share of the pairs that are read on these texts.",
         columns=(
             *(Column(name, numeric=False) for name in ("variant", "routing", "task", "length")),
-            Column("accuracy"),
-            Column("from far"),
+            *(Column(name) for name in ("accuracy", "from far", "density")),
         ),
         rows=tuple(rows),
         keys=tuple(keys),
