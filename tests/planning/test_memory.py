@@ -149,10 +149,17 @@ def test_the_cache_of_regimes_holds_what_is_modelled(change):
     assert cache.used_bytes == pytest.approx(modelled, rel=0.1)
 
 
-def test_the_dense_cache_is_exact():
-    config = small_config("rope")
+@pytest.mark.parametrize("variant", ["rope", "fox", "mosar-forget"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_cache_of_all_keys_is_exact(variant, precision):
+    """Regimes that start global keep every key too."""
+    config = small_config(variant, "smoke", f"train.precision={precision}")
     decoder = Decoder(config.model, config.attention)
-    cache = decoder.new_cache()
+    decoder.init_weights(0)
+    if precision == "bf16":
+        decoder.bfloat16()
+    cache = decoder.new_cache("sparse")
     with torch.no_grad():
-        decoder(torch.zeros(1, 96, dtype=torch.long), cache=cache)
-    assert cache.used_bytes == cache_bytes(config, ALONE, 96, by_regime=False)
+        decoder(torch.zeros(1, 96, dtype=torch.long), routing="sparse", cache=cache)
+    by_regime = variant == "mosar-forget"
+    assert cache.used_bytes == cache_bytes(config, ALONE, 96, by_regime=by_regime)

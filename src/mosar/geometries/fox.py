@@ -47,6 +47,10 @@ class Forgetting(Geometry):
     def kept_notes(self) -> int:
         return self.shape.num_heads
 
+    def note_bytes(self, width: int) -> int:
+        # Sums of logarithms are not kept in half precision.
+        return max(4, width) * self.kept_notes
+
     def note(self, q: Tensor, k: Tensor, hidden: Tensor | None) -> Tensor:
         """ln f of every token, [B, H, T]."""
         assert hidden is not None

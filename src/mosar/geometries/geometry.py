@@ -172,6 +172,10 @@ class Geometry(nn.Module):
         """Numbers that a cache keeps of each token besides k and v."""
         return 0
 
+    def note_bytes(self, width: int) -> int:
+        """Their bytes in a cache whose keys have `width` bytes a number."""
+        return width * self.kept_notes
+
     def note(self, q: Tensor, k: Tensor, hidden: Tensor | None) -> Tensor | None:
         """[B, E, S]: what `attend` is given as `notes` of every key, and a cache keeps; or None.
 

@@ -44,8 +44,11 @@ class ForgettingMoSAR(MoSAR):
 
     @property
     def kept_notes(self) -> int:
-        # A float64 for each head is two numbers.
-        return 2 * self.shape.num_heads
+        return self.shape.num_heads
+
+    def note_bytes(self, width: int) -> int:
+        # The regime cache keeps running sums, in float64.
+        return 8 * self.kept_notes
 
     def note(self, q: Tensor, k: Tensor, hidden: Tensor | None) -> Tensor:
         """ln f of every token, [B, H, T]."""

@@ -134,5 +134,6 @@ def cache_bytes(config: RunConfig, mesh: Mesh, keys: float, *, by_regime: bool) 
     # A position and a slot for every key of a group; without regimes a position and a flag.
     notes = 8 * _groups(config, mesh) if by_regime else 9
     geometry = config.attention.build(model.head_shape)
-    kept = 2 * _key_heads(config, mesh) * model.head_dim + geometry.kept_notes
-    return model.num_layers * keys * (kept * width + notes)
+    kept = 2 * _key_heads(config, mesh) * model.head_dim * width
+    kept += geometry.note_bytes(width) / (mesh.tensor if geometry.of_heads else 1)
+    return model.num_layers * keys * (kept + notes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import fields
 from pathlib import Path
 
 from mosar.errors import DamagedFile
@@ -80,4 +81,6 @@ def _decode(line: bytes) -> Record:
     if kind not in _KINDS:
         raise ValueError(f"kind must be one of {sorted(_KINDS)}, got {kind!r}")
     values.pop("derived", None)
-    return decode(_KINDS[kind], values, _KINDS[kind].__name__, loose=True)
+    # Older records lack what was added later, which says None then.
+    later = {item.name: None for item in fields(_KINDS[kind]) if item.default is None}
+    return decode(_KINDS[kind], later | values, _KINDS[kind].__name__, loose=True)

@@ -49,7 +49,7 @@ from mosar.report.verdicts import (
 EXACT, GOOD, CLEARLY = 0.1, 0.5, 3.0
 # MoSAR-Hard's density may be this many times MoSAR's.
 DENSER = 1.5
-# MoSAR-Plus's density, by factor of the training length.
+# The density of MoSAR-Plus and MoSAR-Forget, by factor of the training length.
 FEW = {1.0: 0.20, 4.0: 0.05}
 # The lengths the paper evaluates, as factors of the training length.
 LENGTHS = (1.0, 2.0, 4.0)
@@ -233,11 +233,10 @@ def _fewer(before: Estimate | None, after: Estimate | None) -> Finding:
 
 
 def _of_hard(measure: Callable[[Comparison, str], Finding]) -> Callable[[Comparison], Finding]:
-    """The same of both hard variants."""
-    names = {"Hard": "mosar-hard", "Plus": "mosar-plus"}
+    """The same of every hard variant."""
 
     def measured(c: Comparison) -> Finding:
-        parts = [(label, measure(c, variant)) for label, variant in names.items()]
+        parts = [(name.capitalize(), measure(c, f"mosar-{name}")) for name in _HARD_VARIANTS]
         known = [(label, found) for label, found in parts if found.verdict != "unmeasured"]
         return replace(together(known or parts), paper=MISSING)
 
@@ -271,10 +270,18 @@ def _denser(c: Comparison) -> Finding:
     return replace(together(parts), paper=MISSING)
 
 
-def _reads_few(c: Comparison) -> Finding:
+def _beats_alibi(c: Comparison, variant: str) -> Finding:
+    parts = [
+        (times(f), lower(c, Setting(variant, f, "sparse"), Setting("alibi", f), by=CLEARLY))
+        for f in LENGTHS
+    ]
+    return replace(together(parts), paper=MISSING)
+
+
+def _reads_few(c: Comparison, variant: str) -> Finding:
     parts = []
     for factor, most in FEW.items():
-        found = exact_density(c, "mosar-plus", factor)
+        found = exact_density(c, variant, factor)
         finding = unmeasured("")
         if found is not None:
             finding = Finding("", share(found.mean), *judge(found, -math.inf, most))
@@ -295,7 +302,7 @@ def _finds_like_rope(c: Comparison, variant: str) -> Finding:
         )
         for task, factor in product(tasks, LENGTHS[:2])
     ]
-    return together(parts) if parts else unmeasured("")
+    return replace(together(parts), paper=MISSING) if parts else unmeasured("")
 
 
 _NEAR, _FAR = "At the training length", "Beyond the training length"
@@ -497,6 +504,40 @@ CLAIMS: tuple[Claim, ...] = (
 
 
 _HARD = "Beyond the paper: trained on what is executed"
+_HARD_VARIANTS = ("hard", "plus", "forget")
+
+
+def _claims_of_few_pairs(name: str) -> tuple[Claim, Claim]:
+    variant, label = f"mosar-{name}", f"MoSAR-{name.capitalize()}"
+    few = " and ".join(f"{most:g} at {times(f)}" for f, most in FEW.items())
+    return (
+        Claim(
+            f"{name}-alibi",
+            _HARD,
+            f"{label} executed sparsely is clearly better than dense ALiBi.",
+            lambda c: _beats_alibi(c, variant),
+            f"Clearly: by more than {CLEARLY:g} % at every length.",
+        ),
+        Claim(
+            f"{name}-density",
+            _HARD,
+            f"{label} reads few pairs: its exact density.",
+            lambda c: _reads_few(c, variant),
+            f"Few: at most {few}.",
+        ),
+    )
+
+
+def _claim_of_long_links(name: str) -> Claim:
+    return Claim(
+        f"{name}-links",
+        _HARD,
+        f"MoSAR-{name.capitalize()} keeps long links: retrieval from beyond the medium reach, "
+        "RoPE → sparse.",
+        lambda c: _finds_like_rope(c, f"mosar-{name}"),
+        f"Kept: less than {LOST * 100:g} % of the answers are lost.",
+    )
+
 
 OWN_CLAIMS: tuple[Claim, ...] = (
     Claim(
@@ -531,38 +572,6 @@ OWN_CLAIMS: tuple[Claim, ...] = (
         _denser,
         f"At most {DENSER:g} times as high.",
     ),
-    Claim(
-        "plus-alibi",
-        _HARD,
-        "MoSAR-Plus executed sparsely is clearly better than dense ALiBi.",
-        lambda c: replace(
-            together(
-                [
-                    (
-                        times(f),
-                        lower(
-                            c, Setting("mosar-plus", f, "sparse"), Setting("alibi", f), by=CLEARLY
-                        ),
-                    )
-                    for f in LENGTHS
-                ]
-            ),
-            paper=MISSING,
-        ),
-        f"Clearly: by more than {CLEARLY:g} % at every length.",
-    ),
-    Claim(
-        "plus-density",
-        _HARD,
-        "MoSAR-Plus reads few pairs: its exact density.",
-        _reads_few,
-        "Few: at most " + " and ".join(f"{most:g} at {times(f)}" for f, most in FEW.items()) + ".",
-    ),
-    Claim(
-        "hard-links",
-        _HARD,
-        "Hard routing keeps long links: retrieval from beyond the medium reach, RoPE → sparse.",
-        _of_hard(_finds_like_rope),
-        f"Kept: less than {LOST * 100:g} % of the answers are lost.",
-    ),
+    *(claim for name in _HARD_VARIANTS[1:] for claim in _claims_of_few_pairs(name)),
+    *(_claim_of_long_links(name) for name in _HARD_VARIANTS),
 )

@@ -37,6 +37,7 @@ VARIANTS = {
     "mosar-hard": Look("MoSAR-Hard", "#a03000", "#ff6a4d", "diamond", "2 2"),
     "mosar-plus": Look("MoSAR-Plus", "#8a2be2", "#c08bff", "star"),
     "mosar-forget": Look("MoSAR-Forget", "#b0005c", "#ff7ab8", "star"),
+    "fox": Look("FoX", "#0b7285", "#4dd0e1", "circle", "5 2"),
     "p-rope": Look("p-RoPE", "#c2609a", "#ee9ccb", "star", "9 3 2 3"),
 }
 # Markers of other variants show what their attention depends on; hue and dash tell them apart.
