@@ -33,6 +33,8 @@ class Rope(Geometry):
         return self.attention.rope_fraction
 
     def transform(self, q: Tensor, k: Tensor, at_q: Tensor, at_k: Tensor) -> tuple[Tensor, Tensor]:
+        if self.fraction == 0:
+            return q, k
         settings = {
             "theta": self.attention.rope_theta,
             "fraction": self.fraction,
