@@ -165,7 +165,7 @@ def test_of_many_variants_a_few_are_shown_at_first(browser, tmp_path):
         keys = each(browser, f"{chart} .chip", "b.width && e.dataset.key")
         return {key for key in keys if key}
 
-    few = {"rope", "alibi", "mosar", "fox", "t5", "kerple"}
+    few = {"rope", "alibi", "mosar", "fox", "t5", "kerple", "xpos"}
     assert drawn() == chips() == few
     click(browser, f"{chart} .expand")
     everything = {*synthetic.ALL, *synthetic.RIVALS}

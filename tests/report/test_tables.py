@@ -66,7 +66,7 @@ def test_main_table_has_the_best_first_and_marked(comparison):
 
 def test_many_variants_are_grouped_by_family(tmp_path):
     c = compare_many(tmp_path)
-    assert set(c.featured) == {"rope", "alibi", "mosar", *("fox", "t5", "kerple")}
+    assert set(c.featured) == {"rope", "alibi", "mosar", "fox", *("t5", "kerple", "xpos")}
     table = main_table(c)
     families = [family for family, _ in groupby(table.groups)]
     assert len(families) == len(set(families)) == 4 and table.keys[0] == "fox"
@@ -118,6 +118,7 @@ def test_modes_have_rows_of_their_own(tmp_path):
     (row,) = mode_table(after).rows
     assert row[0].text == "RoPE · yarn"
     assert row[column(mode_table(after), "4×", "vs as trained")].text == "+10.5 %"
+    assert row[column(mode_table(after), "4×", "density")].text == share(record.density)
     assert "modes" in table_names(after)
 
 

@@ -519,16 +519,18 @@ def mode_table(c: Comparison) -> Table:
                 setting = Setting(variant, factor, mode)
                 row.append(estimate_cell(c.estimate(setting), perplexity))
                 row.append(estimate_cell(c.relative(setting, Setting(variant, factor)), percent))
+                row.append(estimate_cell(c.estimate(setting, lambda r: r.density), share))
             rows.append(tuple(row))
             keys.append(variant)
     columns = [Column("model · mode", numeric=False)]
     for factor in c.factors:
-        columns += [Column("perplexity", times(factor)), Column("vs as trained", times(factor))]
+        names = ("perplexity", "vs as trained", "density")
+        columns += [Column(name, times(factor)) for name in names]
     return Table(
         name="modes",
         title="Modes of trained models",
         caption="The same checkpoints, executed in ways they were not trained for (mosar evaluate "
-        "--mode), and their perplexity against the usual execution.",
+        "--mode): their perplexity against the usual execution, and the share of pairs they read.",
         columns=tuple(columns),
         rows=tuple(rows),
         keys=tuple(keys),
