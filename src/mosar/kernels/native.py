@@ -84,7 +84,7 @@ def attend(
             table = _padded(table.float() * math.log2(math.e)).clamp_min(_NEVER)
         if slopes is not None:
             slopes = (slopes.float() * math.log2(math.e)).contiguous()
-        keys = None if keys is None else _in_base_2(keys)
+        keys = None if keys is None else keys.double().contiguous()
         kind = NONE if table is None and slopes is None and keys is None else TABLE
         return run(_dense_plan(layout), kind=kind, table=table, slopes=slopes, key_bias=keys)
     config, groups, tabled = bias.config, bias.groups, has_table(bias.config)
@@ -99,7 +99,7 @@ def attend(
                 geometry = _geometry(config)
                 options = {"groups": groups, "geometry": geometry, "table": table}
                 if bias.of_key is not None:
-                    options["key_bias"] = _in_base_2(bias.of_key)
+                    options["key_bias"] = bias.of_key.double().contiguous()
                 return run(plan, kind=GEOMETRY, gate=config.gate, **options)
             gates, epsilon = _hard_gates, 0.0
         one_hot = _identity(config.num_regimes)
@@ -173,7 +173,7 @@ def attend_runs(
         run_hi=end.to(torch.int32).reshape(rows, queries, classes).contiguous(),
         source=source,
     )
-    bias = None if key_bias is None else _in_base_2(key_bias)
+    bias = None if key_bias is None else key_bias.double().contiguous()
     options = {"scale": scale, "softcap": softcap or 0.0, "groups": groups, "key_bias": bias}
     return _run(q, k, v, plan, kind=NONE if bias is None else TABLE, **options)[0]
 
@@ -385,10 +385,6 @@ def _hard_gates(config: MoSARConfig) -> Tensor:
 def _log_gates(config: MoSARConfig) -> Tensor:
     """log2 of the gates per (label, class), for exponents other than 2."""
     return _gates(config).double().log2().clamp_min(_NEVER).float()
-
-
-def _in_base_2(key_bias: Tensor) -> Tensor:
-    return (key_bias.double() * math.log2(math.e)).contiguous()
 
 
 def _padded(rows: Tensor) -> Tensor:

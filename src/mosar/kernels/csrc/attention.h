@@ -95,7 +95,7 @@ struct Problem {
   // kTable: log2 biases per head (or one for all) and slopes, both in base 2; any may be null.
   const float *table, *slopes;
   int64_t table_rows, table_length;
-  // kTable and kGeometry: biases of keys [batch][query_heads][keys], in base 2, or null.
+  // kTable and kGeometry: biases of keys [batch][query_heads][keys], or null.
   const double* key_bias;
 };
 
@@ -740,7 +740,7 @@ class Attention::Worker {
     for (int v = 0; v < 2; ++v) {
       vd shift;
       std::memcpy(&shift, group.key_shift + v * kWidth, sizeof shift);
-      added[v] += to_float(of_key - shift);
+      added[v] += to_float((of_key - shift) * kLog2eDouble);
     }
   }
 
@@ -889,7 +889,7 @@ class Attention::Worker {
       softmax[group.row[l]] = group.max[l];
       softmax[rows + group.row[l]] = static_cast<float>(sum);
       const double shift = group.key_bias ? group.key_shift[l] : 0;
-      lse[group.row[l]] = log_sum(group.max[l] + shift, sum);
+      lse[group.row[l]] = log_sum(group.max[l] + shift * kLog2eDouble, sum);
     }
   }
 
@@ -1085,7 +1085,7 @@ class Attention::StretchOfUnits {
   std::vector<char> touched_;
 };
 
-// Combines the sums of all tasks, always in the same order, into the gradients in base 2.
+// Combines the sums of all tasks, always in the same order; those of table and slopes are in base 2.
 inline void Attention::add_up_bias(const Gradients& g, const LearnedBias& learned,
                                    const std::vector<double>& sums, int64_t chunks) const {
   const int64_t size = learned.size(), heads = p_.query_heads;
@@ -1093,7 +1093,7 @@ inline void Attention::add_up_bias(const Gradients& g, const LearnedBias& learne
     double sum = 0;
     for (int64_t chunk = 0; chunk < chunks; ++chunk)
       sum += sums[((chunk * p_.batch + b) * heads + h) * size + i];
-    return sum * kLn2;
+    return sum;
   };
   const int64_t shared = g.dtable && p_.table_rows == 1 ? heads : 1;
   for (int64_t h = 0; g.dtable && h < heads; h += shared)
@@ -1101,7 +1101,7 @@ inline void Attention::add_up_bias(const Gradients& g, const LearnedBias& learne
       double sum = 0;
       for (int64_t b = 0; b < p_.batch; ++b)
         for (int64_t other = h; other < h + shared; ++other) sum += total(b, other, i);
-      g.dtable[h / shared * learned.padded + i] = static_cast<float>(sum);
+      g.dtable[h / shared * learned.padded + i] = static_cast<float>(sum * kLn2);
     }
   for (int64_t h = 0; h < heads; ++h) {
     double slope = 0;
@@ -1110,7 +1110,7 @@ inline void Attention::add_up_bias(const Gradients& g, const LearnedBias& learne
         g.dkey_bias[(b * heads + h) * p_.keys + j] = total(b, h, learned.padded + j);
       if (g.dslopes) slope += total(b, h, learned.padded + learned.keys);
     }
-    if (g.dslopes) g.dslopes[h] = static_cast<float>(slope);
+    if (g.dslopes) g.dslopes[h] = static_cast<float>(slope * kLn2);
   }
 }
 

@@ -50,7 +50,7 @@ def attend(
             table=table,
             level_until=level,
             slopes=slopes,
-            key_bias=_in_base_2(bias.key, layout),
+            key_bias=_without_padding(bias.key, layout),
         )
     config = bias.config
     whole, falls = plateaus(config, q.device)
@@ -60,7 +60,7 @@ def attend(
         bias = bias.mixture(torch.float32)
     if isinstance(bias, LabelBias):
         plan = sparse_plan(bias.query, bias.key, config, layout, everywhere=not bias.ends_at_reach)
-        key_bias = _in_base_2(bias.of_key, layout)
+        key_bias = _without_padding(bias.of_key, layout)
         return run(plan, kind=GEOMETRY, plateaus=whole, falls=falls, key_bias=key_bias, **routed)
     pi_q, pi_k = routing_with_sinks(bias.query, bias.key, config, layout)
     table, level = gates(config, q.device)
@@ -78,11 +78,11 @@ def attend(
     )
 
 
-def _in_base_2(key_bias: Tensor | None, layout: Layout) -> Tensor | None:
+def _without_padding(key_bias: Tensor | None, layout: Layout) -> Tensor | None:
     """In float64, and 0 for padding, which may hold anything."""
     if key_bias is None:
         return None
-    key_bias = key_bias.double() * LOG2E
+    key_bias = key_bias.double()
     if layout.key_valid is not None:
         key_bias = key_bias.masked_fill(~layout.key_valid[:, None], 0)
     return key_bias.contiguous()

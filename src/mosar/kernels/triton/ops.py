@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch.library import triton_op, wrap_triton
 
 from mosar.kernels.autograd import empty_results, register_attention
 from mosar.kernels.triton.blocks import choose, length_class, num_splits
-from mosar.kernels.triton.launches import in_base_two, keep_whole, launching_on
+from mosar.kernels.triton.launches import LOG2E, in_base_two, keep_whole, launching_on
 from mosar.kernels.triton.plan import reader_runs
 from mosar.kernels.triton.tiles import heads_of_tile
 
@@ -52,8 +51,7 @@ def attend(
 
     The plan is a `DevicePlan`; softcap 0: none. GEOMETRY takes its gates from exponent, barrier and
     plateaus, and WORTH from `table` [R * C, length]. TABLE takes its bias from `table`
-    [1 or Hq, length] in base 2 and slopes. key_bias [B, Hq, S], float64 in base 2, goes with all
-    but WORTH.
+    [1 or Hq, length] in base 2 and slopes. key_bias [B, Hq, S] float64 goes with all but WORTH.
     """
     common = _common(locals())
     out, lse, softmax = empty_results(q)
@@ -174,8 +172,7 @@ def attend_backward(
             **blocks,
         )
     dk, dv = (x[0] if splits == 1 else x.sum(dim=0).to(q.dtype) for x in (dk, dv))
-    # In base 2, as the bias; a shape of 0 says that nobody asked.
-    dkey_bias = dkey_bias.double() * math.log(2) if learned else delta.new_empty(0)
+    dkey_bias = dkey_bias.double() if learned else delta.new_empty(0)
     if pi_k is None or not routed:
         return dq, dk, dv, delta.new_empty(0), delta.new_empty(0), dkey_bias
     dpi_q = shares_q.unflatten(1, (groups, heads // groups)).sum(dim=2)
@@ -198,8 +195,9 @@ def _common(given: dict[str, Any]) -> dict[str, Any]:
         by_batch, by_group = 1, 0
     high = low = None
     if given["key_bias"] is not None:
-        high = given["key_bias"].float()
-        low = (given["key_bias"] - high).float()
+        exact = given["key_bias"] * LOG2E
+        high = exact.float()
+        low = (exact - high).float()
     strides = {
         f"{name}_{axis}": matrix.stride(index)
         for name, matrix in (("q", q), ("k", k), ("v", v))
