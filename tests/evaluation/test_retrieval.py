@@ -9,7 +9,6 @@ import torch
 from mosar.data.tasks import TASKS, make_windows
 from mosar.evaluation.evaluate import evaluate
 from mosar.evaluation.loaded_run import LoadedRun
-from mosar.evaluation.perplexity import PairTally
 from mosar.evaluation.retrieval import (
     Questions,
     answer,
@@ -17,6 +16,7 @@ from mosar.evaluation.retrieval import (
     distance_bounds,
     evaluate_retrieval,
 )
+from mosar.evaluation.routing import PairTally
 from mosar.records import RetrievalRecord
 
 

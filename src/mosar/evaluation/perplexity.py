@@ -23,7 +23,7 @@ from mosar.errors import ModelError
 from mosar.evaluation.discarded_mass import MassTally, watching
 from mosar.evaluation.loaded_run import LoadedRun
 from mosar.evaluation.losses import LossTally, token_losses
-from mosar.evaluation.routing import NO_ROUTING, RoutingTally
+from mosar.evaluation.routing import NO_ROUTING, PairTally, RoutingTally
 from mosar.evaluation.validation_text import ValidationText
 from mosar.geometries import LayerRouting, MoSAR
 from mosar.records import EvaluationRecord
@@ -39,43 +39,6 @@ class _Tally:
     routing: RoutingTally | None
     pairs: PairTally
     seconds: float = 0.0
-
-
-class PairTally:
-    """Pairs of the support and causal pairs, layer by layer; empty where all pairs are read."""
-
-    def __init__(self):
-        self._counts: dict[int, tuple[float, int]] = {}
-
-    def add(
-        self,
-        loaded: LoadedRun,
-        shape: tuple[int, int],
-        routing: str,
-        routed: Sequence[LayerRouting],
-        segment_ids: Tensor | None = None,
-    ) -> None:
-        """Counts a batch of so many rows of tokens, while the model executes `routing`."""
-        for layer, geometry in enumerate(loaded.decoder.geometries):
-            counted = geometry.acting.count_pairs(
-                shape,
-                routing=routing,
-                labels=routed[layer].labels if routed else None,
-                segment_ids=segment_ids,
-            )
-            if counted is not None:
-                inside, causal = self._counts.get(layer, (0, 0))
-                self._counts[layer] = inside + counted[0], causal + counted[1]
-
-    @property
-    def layer_density(self) -> list[float]:
-        return [inside / causal for _, (inside, causal) in sorted(self._counts.items())]
-
-    @property
-    def density(self) -> float:
-        """The mean over the layers."""
-        layers = self.layer_density
-        return sum(layers) / len(layers) if layers else 1.0
 
 
 @torch.no_grad()
@@ -109,7 +72,7 @@ def evaluate_length(
             with loaded.executing(routing, length) as operator:
                 losses_BT, routed = _losses(loaded, tokens, segments, operator)
                 tally.seconds += time.perf_counter() - start
-                tally.pairs.add(loaded, (len(tokens), length), routing, routed, segments)
+                tally.pairs.add(geometries, (len(tokens), length), routing, routed, segments)
             tally.loss.add(losses_BT)
             if tally.routing is not None:
                 tally.routing.add(routed)

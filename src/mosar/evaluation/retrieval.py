@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mosar.data.tasks import TASKS, Task, TaskWindows, make_windows
 from mosar.evaluation.loaded_run import LoadedRun
-from mosar.evaluation.perplexity import PairTally
+from mosar.evaluation.routing import PairTally
 from mosar.evaluation.validation_text import PASS_TOKENS, default_tokens
 from mosar.records import Record, RetrievalRecord
 
@@ -111,7 +111,9 @@ def answer(loaded: LoadedRun, windows: TaskWindows, routing: str, pairs: PairTal
     tokens = windows.tokens[:, :-1].to(loaded.device)
     with loaded.executing(routing, tokens.shape[1]) as operator:
         output = loaded.decoder(tokens, routing=operator)
-        pairs.add(loaded, (tokens.shape[0], tokens.shape[1]), routing, output.routings)
+        pairs.add(
+            loaded.decoder.geometries, (len(tokens), tokens.shape[1]), routing, output.routings
+        )
     rows = torch.arange(len(windows.tokens))[:, None, None]
     asked_BAKC = output.hidden[rows, windows.answers]
     said_BAK = loaded.decoder.logits(asked_BAKC).argmax(dim=-1).cpu()

@@ -1,4 +1,4 @@
-"""What the routers of a pass chose: shares of the regimes, and reach.
+"""What the routers of a pass chose, and what was read: shares of the regimes, reach, pairs.
 
     reach     ½ (mean pi_Q·c + mean pi_K·c),  c_m = min(delta_m / n, 1),  c_G = 1
 
@@ -12,10 +12,11 @@ from string import ascii_uppercase, digits
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mosar.core.config import MoSARConfig
 from mosar.core.losses import normalized_reach_cost
-from mosar.geometries import LayerRouting
+from mosar.geometries import Geometry, LayerRouting
 
 # How many labels of the first window are kept, at most the training length.
 EXAMPLE_TOKENS = 2048
@@ -84,3 +85,40 @@ def regime_letters(names: Sequence[str]) -> list[str]:
     for name in names:
         taken.append(next(c for c in (*name, *ascii_uppercase, *digits) if c not in taken))
     return taken
+
+
+class PairTally:
+    """Pairs of the support and causal pairs, layer by layer; empty where all pairs are read."""
+
+    def __init__(self):
+        self._counts: dict[int, tuple[float, int]] = {}
+
+    def add(
+        self,
+        geometries: Sequence[Geometry],
+        shape: tuple[int, int],
+        routing: str,
+        routed: Sequence[LayerRouting],
+        segment_ids: Tensor | None = None,
+    ) -> None:
+        """Counts a batch of so many rows of tokens, while they execute `routing`."""
+        for layer, geometry in enumerate(geometries):
+            counted = geometry.acting.count_pairs(
+                shape,
+                routing=routing,
+                labels=routed[layer].labels if routed else None,
+                segment_ids=segment_ids,
+            )
+            if counted is not None:
+                inside, causal = self._counts.get(layer, (0, 0))
+                self._counts[layer] = inside + counted[0], causal + counted[1]
+
+    @property
+    def layer_density(self) -> list[float]:
+        return [inside / causal for _, (inside, causal) in sorted(self._counts.items())]
+
+    @property
+    def density(self) -> float:
+        """The mean over the layers."""
+        layers = self.layer_density
+        return sum(layers) / len(layers) if layers else 1.0

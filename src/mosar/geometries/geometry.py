@@ -359,7 +359,11 @@ class Geometry(nn.Module):
 
         Here heads attend on their own, and nothing but parameters has to be divided.
         """
-        if all(name in self.of_heads for name, _ in self.named_parameters()):
+        return self._undivided([name for name, _ in self.named_parameters()])
+
+    def _undivided(self, names: list[str]) -> str | None:
+        """The obstacle if one of these parameters of its own does not count heads."""
+        if set(names) <= set(self.of_heads):
             return None
         name = self.attention.geometry
         return f": the geometry {name} has parameters, and nothing says how to divide them"

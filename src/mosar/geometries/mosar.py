@@ -173,12 +173,13 @@ class MoSAR(Rope):
         ]
 
     def split_obstacle(self, tensor: int) -> str | None:
-        name = self.attention.geometry
-        own = dict(self.named_parameters(recurse=False))
-        if not own.keys() <= set(self.of_heads):
-            return f": the geometry {name} has parameters, and nothing says how to divide them"
         if type(self).route is not MoSAR.route:
+            name = self.attention.geometry
             return f": the geometry {name} routes by a rule of its own, which nothing divides"
+        # Routers are divided as their heads.
+        undivided = self._undivided([name for name, _ in self.named_parameters(recurse=False)])
+        if undivided is not None:
+            return undivided
         if self.attention.mass_weight:
             return f" does not go with attention.mass_weight={self.attention.mass_weight:g}"
         groups = self.config.routing_groups
