@@ -84,7 +84,6 @@ def attend(
             table = _padded(table.float() * math.log2(math.e)).clamp_min(_NEVER)
         if slopes is not None:
             slopes = (slopes.float() * math.log2(math.e)).contiguous()
-        keys = None if keys is None else keys.double().contiguous()
         kind = NONE if table is None and slopes is None and keys is None else TABLE
         return run(_dense_plan(layout), kind=kind, table=table, slopes=slopes, key_bias=keys)
     config, groups, tabled = bias.config, bias.groups, has_table(bias.config)
@@ -96,11 +95,8 @@ def attend(
             if bias.of_key is not None or not (tabled and _is_short(k.shape[2])):
                 plan = build_native_plan(sparse_plan_input(bias.query, bias.key, config, layout))
                 table = _log_gates(config) if config.exponent != 2 and tabled else None
-                geometry = _geometry(config)
-                options = {"groups": groups, "geometry": geometry, "table": table}
-                if bias.of_key is not None:
-                    options["key_bias"] = bias.of_key.double().contiguous()
-                return run(plan, kind=GEOMETRY, gate=config.gate, **options)
+                options = {"geometry": _geometry(config), "table": table, "key_bias": bias.of_key}
+                return run(plan, kind=GEOMETRY, groups=groups, gate=config.gate, **options)
             gates, epsilon = _hard_gates, 0.0
         one_hot = _identity(config.num_regimes)
         pi_q, pi_k = one_hot[bias.query], one_hot[bias.key]
@@ -173,9 +169,8 @@ def attend_runs(
         run_hi=end.to(torch.int32).reshape(rows, queries, classes).contiguous(),
         source=source,
     )
-    bias = None if key_bias is None else key_bias.double().contiguous()
-    options = {"scale": scale, "softcap": softcap or 0.0, "groups": groups, "key_bias": bias}
-    return _run(q, k, v, plan, kind=NONE if bias is None else TABLE, **options)[0]
+    options = {"scale": scale, "softcap": softcap or 0.0, "groups": groups, "key_bias": key_bias}
+    return _run(q, k, v, plan, kind=NONE if key_bias is None else TABLE, **options)[0]
 
 
 def attend_alike(
@@ -323,7 +318,7 @@ def _run(
         geometry,
         table,
         slopes,
-        key_bias,
+        None if key_bias is None else key_bias.double().contiguous(),
         groups,
         kind,
         scale,
