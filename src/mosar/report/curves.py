@@ -246,14 +246,18 @@ def retrieval(c: Comparison, task: str, length: int) -> Chart:
     styles = {"native": ("", None), "soft": ("", None), "top1": ("top-1", DASHED)}
     series = []
     for variant in (name for name in c.looks if name in asked):
+        drawn: list[tuple[Point, ...]] = []
         for routing in sorted({r.routing for r in records if r.cell.variant == variant}):
             note, dash = styles.get(routing, (routing, DOTTED))
             mine = [r for r in records if (r.cell.variant, r.routing) == (variant, routing)]
             found, look = tuple(_accuracies(mine)), c.looks[variant]
-            series.append(Series(key=variant, look=look, points=found, note=note, dash=dash))
-    reaches: dict[str, float] = {}
+            if found not in drawn:
+                series.append(Series(key=variant, look=look, points=found, note=note, dash=dash))
+                drawn.append(found)
+    names: dict[float, set[str]] = {}
     for record in records:
-        reaches |= record.reaches
+        for name, reach in record.reaches.items():
+            names.setdefault(reach, {f"{reach:g}"}).add(name)
     farthest = max((row[1] - 1 for r in records for row in r.by_distance), default=0.0)
     nearest = min((row[0] for r in records for row in r.by_distance), default=0.0)
     factor = factor_of(records[0]) if records else 1
@@ -261,14 +265,15 @@ def retrieval(c: Comparison, task: str, length: int) -> Chart:
         name=f"retrieval_{task}_{length}",
         title=f"{task.capitalize()}: found at what distance, {times(factor)} length",
         caption="Share of right answers by the distance between the question and what it asks for; "
-        "marks at the regimes' reaches, the level is chance.",
+        "marks at the regimes' reaches, the level is chance. Routings of a variant with the same "
+        "answers are one line.",
         x_label="distance",
         y_label="accuracy",
         x_log=nearest > 0 or farthest > 0,
         y_domain=(0.0, 1.02),
         marks=tuple(
-            Mark(reach, f"{name} {reach:g}")
-            for name, reach in sorted(reaches.items(), key=lambda item: item[1])
+            Mark(reach, " ".join(sorted(found, reverse=True)))
+            for reach, found in sorted(names.items())
             if nearest <= reach <= farthest
         ),
         line_at=statistics.fmean(record.chance for record in records) if records else 0.0,
