@@ -68,6 +68,15 @@ def test_several_axes_change_one_key_at_a_time(dataset):
         ("fixed-s", {"attention.barrier": "8"}),
         ("rope", {}),
     ]
+
+
+def test_a_change_for_all_cells_is_what_an_axis_starts_from(dataset):
+    axes = tuple(map(Axis.parse, ("attention.ladder=2", "attention.barrier=8")))
+    experiment = settings(
+        variants=("mosar",), grid=axes, changes=("attention.ladder=4",), data=dataset
+    )
+    found = [experiment.config(cell).attention for cell in experiment.cells()]
+    assert [(one.ladder, one.barrier) for one in found] == [(4, 6.0), (2, 6.0), (4, 8.0)]
     twice = (*axes, Axis.parse("attention.barrier=5"))
     with pytest.raises(ValueError, match="each --grid must have a key of its own"):
         settings(variants=("mosar",), grid=twice)
@@ -94,10 +103,6 @@ def test_an_axis_of_regimes(dataset):
         ({"seeds": 0}, "seeds must be at least 1, got 0"),
         ({"changes": ("train.seed=3",)}, "train.seed is set by --seeds, not by --set"),
         ({"changes": ("data.folder=x",)}, "data.folder is set by --data, not by --set"),
-        (
-            {"changes": ("attention.barrier=3",), "grid": (Axis.parse("attention.barrier=4,6"),)},
-            "attention.barrier is set by --grid, not by --set",
-        ),
         *(
             (
                 {"grid": (Axis.parse(f"{key}=0,1"),)},

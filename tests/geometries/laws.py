@@ -179,6 +179,8 @@ def one_window(case: Case, i: int, j: int) -> float | None:
 
 def mosar_forget(case: Case) -> Answer:
     """The gates of hard regimes, times what is not forgotten."""
+    if case.geometry.own.gates == "alibi":
+        return mosar(case, alibi)
     gates = case.geometry.forget_weight, case.geometry.forget_bias
     return mosar(case, lambda case, i, j: kept(case, i, j, *gates))
 

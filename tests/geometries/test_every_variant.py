@@ -4,6 +4,7 @@ The expected answers are in laws.py; everything else here knows no variant by na
 """
 
 import shutil
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -353,6 +354,22 @@ def test_global_tokens_that_forget_are_fox():
     )
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     assert forget.forget_weight.count_nonzero()
+
+
+@pytest.mark.parametrize("limit", [True, False])
+@torch.no_grad()
+def test_gates_with_slopes_are_mosar_over_alibi(limit):
+    attention = replace(VARIANTS["mosar-forget"], own={"gates": "alibi"})
+    geometry = enliven(attention.geometry_class(attention, SHAPE).double(), std=0.5)
+    assert all("router" in name for name, _ in geometry.named_parameters())
+    q, k, v, hidden = heads()
+    if limit:
+        all_global(geometry)
+        expected = geometry_of("alibi")(q, k, v, scale=SCALE, softcap=1.5)[0]
+    else:
+        expected = LAWS["mosar-forget"](Case(geometry, q, k, v, hidden, 1.5, "sparse")).out
+    found = geometry(q, k, v, scale=SCALE, softcap=1.5, hidden=hidden)[0]
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_every_geometry_has_a_limit_or_says_that_it_has_none():

@@ -168,6 +168,22 @@ def test_heads_that_route_alone_have_copies_of_their_keys():
     assert [int(x) for x in routed.labels[0][0, :, 0]] == [0, 1, 0, 1]
 
 
+@pytest.mark.parametrize(
+    ("ladder", "reaches"),
+    [
+        *((True, [4, 16, 64, 100]), (4, [4, 16, 64, 100]), (2, [2, 4, 8, 16, 32, 64, 100])),
+        *((16, [16, 100]), (100, [50, 100]), (False, [6.25, 25, 100])),
+    ],
+)
+def test_a_ladder_has_a_ratio_and_a_plateau(ladder, reaches):
+    attention = AttentionConfig(geometry="mosar", ladder=ladder, ladder_plateau=0.5)
+    regimes = attention.mosar_config(100).regimes
+    assert [regime.reach for regime in regimes] == reaches
+    assert regimes[-1].name == "G" and regimes[-1].plateau == 1
+    if ladder:
+        assert {regime.plateau for regime in regimes[:-1]} == {0.5}
+
+
 @pytest.mark.parametrize("segments", [False, True])
 def test_windows_begin_at_a_position_that_follows_from_the_step(segments):
     """It moves what routers read, while they train, and no distance."""
@@ -207,7 +223,10 @@ def test_windows_begin_at_a_position_that_follows_from_the_step(segments):
         ("cost_of", "tokens", "cost_of"),
         ("start_regimes", ("X",), "regime"),
         ("start_regimes", "S", "start_regimes must be a list of names, got 'S'"),
-        ("ladder", "false", "ladder must be true or false, got 'false'"),
+        ("ladder", "false", "ladder must be true, false or an integer >= 2, got 'false'"),
+        ("ladder", 1, "ladder must be true, false or an integer >= 2, got 1"),
+        ("ladder_plateau", 1.5, "ladder_plateau"),
+        ("per_head", 1, "per_head must be true or false, got 1"),
         ("position_range", 1e18, "position_range"),
         ("per_head", {"per_head": True, "routing_groups": 2}, "routing_groups must stay 1"),
         ("floor", -0.1, "floor must be"),
@@ -227,7 +246,7 @@ def test_settings_of_older_runs_mean_what_they_meant():
     for section, added in {
         "attention": (
             *("cost_of", "hard_from", "router_queries", "start_regimes", "start_logit"),
-            *("ladder", "per_head", "mass_weight", "position_range"),
+            *("ladder", "ladder_plateau", "per_head", "mass_weight", "position_range"),
             *("floor", "floor_from", "floor_until"),
         ),
     }.items():

@@ -84,7 +84,7 @@ def reproduce(
 
     Example: mosar reproduce --variants mosar --grid attention.barrier=4,6,8 --out runs/barrier
 
-    Example: mosar reproduce --variants mosar-plus --grid attention.per_head=false --grid
+    Example: mosar reproduce --variants mosar-plus --grid attention.ladder=2,8 --grid
     attention.composition=min,max --out runs/ablation
     """
     chosen = None if variants is None else listed(variants)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, dataclass, fields
-from itertools import pairwise
+from itertools import count, pairwise, takewhile
 from typing import Any, Literal, NamedTuple
 
 from mosar.core.checks import check_counts, check_number, is_count
@@ -146,16 +146,21 @@ class MoSARConfig(RegimeSettings):
         return cls(max_length=max_length, **{"regimes": regimes, **changes})
 
     @classmethod
-    def ladder(cls, max_length: int, **changes: Any) -> MoSARConfig:
+    def ladder(
+        cls, max_length: int, ratio: int = 4, plateau: float = 0.25, **changes: Any
+    ) -> MoSARConfig:
         """Finer regimes for a training length N: reaches 4, 16, 64, ... below N, and N.
 
-        A regime's name is its reach, and the last one is G. Decay begins after a quarter of a
-        reach.
+        A regime's name is its reach, and the last one is G. ratio: of one reach to the one before.
+        plateau: the share of a reach after which decay begins.
         """
         if not is_count(max_length, 2):
             raise ValueError(f"max_length must be an integer >= 2, got {max_length!r}")
-        reaches = [4**k for k in range(1, 32) if 4**k < max_length] or [max_length // 2]
-        local = tuple(Regime(str(reach), reach, 0.25) for reach in reaches)
+        if not is_count(ratio, 2):
+            raise ValueError(f"ratio must be an integer >= 2, got {ratio!r}")
+        powers = takewhile(lambda reach: reach < max_length, (ratio**k for k in count(1)))
+        reaches = list(powers) or [max_length // 2]
+        local = tuple(Regime(str(reach), reach, plateau) for reach in reaches)
         regimes = (*local, Regime("G", max_length, 1.0))
         return cls(max_length=max_length, **{"regimes": regimes, **changes})
 

@@ -3,6 +3,7 @@
 seed k sets train.seed and data.seed: variants of one seed start alike and see the same data
 an axis is a dotted key with values; variants that do not read the key run once, without it
 with several axes, each cell changes one key, and every variant also runs unchanged
+a change for every cell may have the key of an axis: then the unchanged variant has its value
 """
 
 from __future__ import annotations
@@ -105,9 +106,8 @@ class ExperimentSettings:
         for key in keys:
             if key in _TAKEN:
                 raise ValueError(f"{key} is set by {_TAKEN[key]}, it cannot be an axis")
-        taken = _TAKEN | dict.fromkeys(keys, "--grid")
-        for key in sorted(given & set(taken)):
-            raise ValueError(f"{key} is set by {taken[key]}, not by --set")
+        for key in sorted(given & set(_TAKEN)):
+            raise ValueError(f"{key} is set by {_TAKEN[key]}, not by --set")
         for axis in self.grid:
             if not any(map(axis.is_read_by, self.variants)):
                 raise ValueError(

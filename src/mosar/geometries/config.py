@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from mosar.core.checks import check_counts, check_number
+from mosar.core.checks import check_counts, check_number, is_count
 from mosar.core.config import MoSARConfig, RegimeSettings
 from mosar.geometries.own_settings import OwnSettings, read_own
 
@@ -57,8 +57,11 @@ class AttentionConfig(RegimeSettings):
     """How far the logit of that regime is above the others at first."""
     position_range: float = 1.0
     """Training windows begin at random positions: routers meet positions up to this times N."""
-    ladder: bool = False
-    """Where no regimes are given: reaches 4, 16, 64, ... and N instead of the paper's three."""
+    ladder: bool | int = False
+    """Where no regimes are given: reaches r, r^2, r^3, ... below N, and N, instead of the paper's
+    three; true: r = 4."""
+    ladder_plateau: float = 0.25
+    """The share of a ladder's local reach on which its gate is 1."""
     per_head: bool = False
     """Every query head routes on its own; else there are `routing_groups` groups of heads."""
 
@@ -82,9 +85,11 @@ class AttentionConfig(RegimeSettings):
             check_counts(self, {"router_queries": 1})
         check_number(self, "start_logit", least=0.0)
         check_number(self, "position_range", least=1.0, most=1e6)
-        for name in ("ladder", "per_head"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
+        if not isinstance(self.ladder, bool) and not is_count(self.ladder, 2):
+            raise ValueError(f"ladder must be true, false or an integer >= 2, got {self.ladder!r}")
+        check_number(self, "ladder_plateau", least=0.0, most=1.0)
+        if not isinstance(self.per_head, bool):
+            raise ValueError(f"per_head must be true or false, got {self.per_head!r}")
         starts = self.start_regimes
         if not isinstance(starts, (list, tuple)) or not all(isinstance(x, str) for x in starts):
             raise ValueError(f"start_regimes must be a list of names, got {starts!r}")
@@ -135,5 +140,7 @@ class AttentionConfig(RegimeSettings):
                 given["regimes"] = regimes
         if self.per_head:
             given["routing_groups"] = num_heads
-        make = MoSARConfig.ladder if self.ladder else MoSARConfig.scaled
-        return make(max_length, **given)
+        if not self.ladder:
+            return MoSARConfig.scaled(max_length, **given)
+        ratio = 4 if self.ladder is True else self.ladder
+        return MoSARConfig.ladder(max_length, ratio, self.ladder_plateau, **given)

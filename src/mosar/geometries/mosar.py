@@ -42,7 +42,7 @@ class MoSAR(Rope):
         *("regimes", "router_hidden", "temperature", "barrier", "exponent", "floor", "epsilon"),
         *("composition", "routing_groups", "num_sinks", "cost_weight", "cost_warmup", "cost_of"),
         *("mass_weight", "hard_from", "router_queries", "floor_from", "floor_until"),
-        *("start_regimes", "start_logit", "ladder", "per_head", "position_range"),
+        *("start_regimes", "start_logit", "ladder", "ladder_plateau", "per_head", "position_range"),
     }
     step: int | None = None
     """The current training step, if any."""

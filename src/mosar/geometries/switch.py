@@ -28,7 +28,7 @@ class Switch(MoSAR):
     learns = "a router of queries"
     decay = "no"
     source, checked = "Zhao et al. 2026 (Switch Attention)", "its law; mosar_attention"
-    settings = MoSAR.settings - {"composition", "exponent", "ladder"}
+    settings = MoSAR.settings - {"composition", "exponent", "ladder", "ladder_plateau"}
 
     def __init__(self, attention: AttentionConfig, shape: HeadShape):
         super().__init__(attention, shape)

@@ -220,7 +220,7 @@ _ADDED: dict[str, dict[str, Any]] = {
         name: getattr(AttentionConfig(), name)
         for name in (
             *("cost_of", "hard_from", "router_queries", "start_regimes", "start_logit"),
-            *("ladder", "per_head", "mass_weight", "position_range"),
+            *("ladder", "ladder_plateau", "per_head", "mass_weight", "position_range"),
             *("floor", "floor_from", "floor_until"),
         )
     }

@@ -44,6 +44,7 @@ MORE = {
     "hard, one key head": ("mosar-cost", "tp", (MQA, *HARD)),
     "hard, per head": ("mosar-plus", "tp", (SHORT,)),
     "hard, forgetting": ("mosar-forget", "tp", (SHORT,)),
+    "hard, over ALiBi": ("mosar-forget", "tp", (SHORT, "attention.own.gates=alibi")),
     "hard, ddp": ("mosar-cost", "ddp", HARD),
     "bfloat16, tp": ("mosar-cost", "tp", ("train.precision=bf16", MQA, SHORT)),
     "bfloat16, fsdp": ("mosar-cost", "fsdp", ("train.precision=bf16", MQA, SHORT)),

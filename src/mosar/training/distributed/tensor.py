@@ -206,8 +206,9 @@ def _split_geometry(geometry: Geometry, heads: HeadSplit) -> Geometry:
     own = geometry.shape.num_heads // ranks.size
     split.own_heads = slice(ranks.rank * own, (ranks.rank + 1) * own)
     split.heads = heads
-    for name in geometry.of_heads:
-        setattr(split, name, _divided(getattr(split, name), 0, ranks))
+    for name, parameter in list(split.named_parameters(recurse=False)):
+        if name in geometry.of_heads:
+            setattr(split, name, _divided(parameter, 0, ranks))
     if not isinstance(split, _SplitMoSAR):
         # Heads that attend separately need nothing else.
         return split
