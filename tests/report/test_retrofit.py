@@ -1,10 +1,12 @@
 """The report of retrofitted models: its frontier, and what it takes from a folder."""
 
+import itertools
 import json
 import re
 from dataclasses import replace
 
 import pytest
+from matplotlib.text import Text
 
 from mosar.records import RetrofitEvaluation, append_record
 from mosar.report.figures import draw_frontier
@@ -126,12 +128,20 @@ def test_a_panel_a_length_with_both_lines():
         draw_frontier({2048: ([], [])})
 
 
-def test_names_of_close_points_stand_on_both_sides():
-    points = [FrontierPoint(name, x, 0.02) for name, x in (("a", 0.1), ("b", 0.2), ("c", 0.205))]
-    names = {text.get_text(): text for text in draw_frontier({2048: (points, [])}).axes[0].texts}
-    assert [names[name].get_ha() for name in "abc"] == ["left", "right", "left"]
-    heights = [names[name].xyann[1] for name in "bc"]
-    assert heights[0] < 0 < heights[1]
+def test_names_of_close_points_hide_nothing():
+    """As drawn, no name lies on another name or on a point, and each stands inside its panel."""
+    places = (("one", 0.1), ("two", 0.2), ("three", 0.203), ("four", 0.206))
+    points = [FrontierPoint(name, x, 0.02) for name, x in places]
+    figure = draw_frontier({2048: (points, [])})
+    figure.draw_without_rendering()
+    axes = figure.axes[0]
+    names = [Text.get_window_extent(t) for t in axes.texts if t.get_text() in dict(places)]
+    assert len(names) == len(places)
+    assert not any(a.overlaps(b) for a, b in itertools.combinations(names, 2))
+    drawn = axes.transData.transform([(p.density, 100 * p.gap) for p in points])
+    assert not any(box.contains(x, y) for box in names for x, y in drawn)
+    panel = axes.get_window_extent()
+    assert all(panel.contains(*corner) for box in names for corner in (box.p0, box.p1))
 
 
 def test_names_are_text(tmp_path):

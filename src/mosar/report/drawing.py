@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import groupby, zip_longest
+from itertools import groupby
 from typing import Any
 
 import matplotlib as mpl
@@ -269,6 +269,8 @@ def _paint(axes: Axes, chart: Chart) -> None:
     levels = tick_levels(low, high, log=chart.y_log, unit=chart.unit)
     _set_ticks(axes.yaxis, enough_ticks(levels, low, high))
     _paint_x_axis(axes, chart)
+    # Names are placed by where the points are in the picture, so the axes must be known.
+    _annotate(axes, [p for line in chart.series if line.annotated for p in _drawable(chart, line)])
 
 
 def _paint_x_axis(axes: Axes, chart: Chart) -> None:
@@ -323,18 +325,49 @@ def _paint_series(axes: Axes, chart: Chart, series: Series, zorder: float) -> No
             *zip(*band, strict=True), color=colour, alpha=0.13, linewidth=0, zorder=2,
             gid=f"{_gid(series)}-band",
         )  # fmt: skip
-    if series.annotated:
-        _annotate(axes, values)
 
 
 def _annotate(axes: Any, points: Sequence[Point]) -> None:
-    """Names beside points: to the right and above, or to the left and below if one follows soon."""
-    room = (max(p.x for p in points) - min(p.x for p in points)) / 5 if points else 0.0
-    for p, following in zip_longest(points, points[1:]):
-        crowded = following is not None and following.x - p.x < room
-        offset, side = ((-6, -6), "right") if crowded else ((5, 5), "left")
-        options = {"ha": side, "va": "top" if crowded else "baseline", "fontsize": 9}
-        axes.annotate(p.text, (p.x, p.y), offset, textcoords="offset points", **options)
+    """Names beside their points, farther away where they would hide a point or another name."""
+    wide, tall = BOX[2:]
+    in_box = axes.transScale + axes.transLimits
+    places = [in_box.transform((p.x, p.y)) * (wide, tall) for p in points]
+    taken = [(x - 4, y - 4, x + 4, y + 4) for x, y in places]
+    for p, (x, y) in zip(points, places, strict=True):
+        width, height = 6.0 * len(p.text), 12
+        rows = [5 + height * row for row in range(8)]
+        offsets = [
+            (right, up)
+            for row in rows
+            for up in (row, -row - height)
+            for right in (5, -5 - width)
+            if 0 <= x + right <= wide - width and 0 <= y + up <= tall - height
+        ]
+        boxes = [(x + dx, y + dy, x + dx + width, y + dy + height) for dx, dy in offsets]
+        free = [o for o, box in zip(offsets, boxes, strict=True) if not _overlaps(box, taken)]
+        right, up = (free or offsets or [(5, 5)])[0]
+        taken.append((x + right, y + up, x + right + width, y + up + height))
+        # From the corner of the name that is nearest to its point.
+        line = {"arrowstyle": "-", "color": EDGE, "linewidth": 0.7, "shrinkA": 0, "shrinkB": 4}
+        line["relpos"] = (0 if right > 0 else 1, 0 if up > 0 else 1)
+        beside = -5 - height <= up <= 5
+        axes.annotate(
+            p.text,
+            (p.x, p.y),
+            (right if right > 0 else -5, up),
+            textcoords="offset points",
+            ha="left" if right > 0 else "right",
+            va="bottom",
+            fontsize=9,
+            arrowprops=None if beside else line,
+        )
+
+
+def _overlaps(box: Sequence[float], others: Iterable[Sequence[float]]) -> bool:
+    return any(
+        box[0] < other[2] and other[0] < box[2] and box[1] < other[3] and other[1] < box[3]
+        for other in others
+    )
 
 
 def _dashes(dash: str, width: float) -> Any:
