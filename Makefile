@@ -53,7 +53,7 @@ figures: setup ## redraw docs/images; RUN=runs/... (a run of mosar-plus) also re
 	$(VENV)/bin/mosar figure decay-kernels --out docs/images/decay_kernels.png
 ifdef RUN
 	@mkdir -p build
-	$(LOOK) --picture docs/images/look_text.png --view 'reading?alone&token=354&layer=0&group=3'
+	$(LOOK) --picture docs/images/look_text.png --view 'reading?alone&token=354&layer=0'
 	$(LOOK) --picture docs/images/look_map.png --view 'map-section?alone&role=1'
 endif
 

@@ -1,6 +1,7 @@
 """Records: what is written can be read, a damaged line is named, nothing is lost around it."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -126,3 +127,10 @@ def test_records_of_earlier_versions_have_no_checksum(tmp_path):
     path.write_text(json.dumps(record.to_dict()) + "\n")
     append_record(path, record)
     assert read_records(path) == [record, record]
+
+
+def test_a_variant_has_the_name_of_today():
+    """A checked-in record, as it was written, names its variant as it was called then."""
+    path = Path(__file__).parents[1] / "results/small/records/mosar-plus-seed0.jsonl"
+    assert {json.loads(line)["cell"]["variant"] for line in path.open()} == {"mosar-forget"}
+    assert {record.cell.name for record in read_records(path)} == {"mosar-plus-seed0"}

@@ -118,19 +118,6 @@ def test_labels_of_a_bfloat16_module_do_not_tie_where_float32_does_not():
     assert result.labels.item() == 1
 
 
-def test_a_router_gives_its_routing_hard_and_straight_through():
-    logits = torch.tensor([[[0.0, 1e-9, -5.0], [3.0, 0.0, 1.0]]], requires_grad=True)
-    result = RouterOutput(logits, torch.softmax(logits, dim=-1))
-    assert result.one_hot.tolist() == [[[0, 1, 0], [1, 0, 0]]] and not result.one_hot.requires_grad
-    torch.testing.assert_close(result.straight_through, result.one_hot)
-    weights = torch.arange(6.0).view(1, 2, 3)
-    hard, soft = (
-        torch.autograd.grad((pi * weights).sum(), logits, retain_graph=True)[0]
-        for pi in (result.straight_through, result.probabilities)
-    )
-    assert torch.equal(hard, soft) and soft.any()
-
-
 def test_top1_routing_is_one_hot_without_gradient():
     pi = torch.tensor([[[0.4, 0.4, 0.2], [0.1, 0.2, 0.7], [1 / 3, 1 / 3, 1 / 3]]])
     hot = top1_routing(pi.requires_grad_())

@@ -161,7 +161,7 @@ def test_a_decoder_that_cannot_be_built_fails_alone(small, tmp_path):
     out = tmp_path / "e"
     result = run(small("mosar", "rope", changes=(*CHANGES, "attention.routing_groups=3")), out)
     assert [cell.variant for cell in result.finished] == ["rope"]
-    assert "num_heads=4, got 3" in result.failed["mosar-seed0"]
+    assert "num_kv_heads=2, got 3" in result.failed["mosar-seed0"]
 
 
 def test_other_data_is_refused(small, dataset, tmp_path):

@@ -56,11 +56,11 @@ REGIMES = (
 
 
 def test_several_axes_change_one_key_at_a_time(dataset):
-    axes = tuple(map(Axis.parse, ("attention.per_head=true", "attention.barrier=4,8")))
+    axes = tuple(map(Axis.parse, ("attention.ladder=true", "attention.barrier=4,8")))
     experiment = settings(variants=("mosar", "fixed-s", "rope"), grid=axes, data=dataset)
     assert [(cell.variant, cell.grid) for cell in experiment.cells()] == [
         ("mosar", {}),
-        ("mosar", {"attention.per_head": "true"}),
+        ("mosar", {"attention.ladder": "true"}),
         ("mosar", {"attention.barrier": "4"}),
         ("mosar", {"attention.barrier": "8"}),
         ("fixed-s", {}),

@@ -186,16 +186,11 @@ def mosar_forget(case: Case) -> Answer:
 
 
 def mosar(case: Case, also: Callable[[Case, int, int], Tensor | float] = no_bias) -> Answer:
-    """Each head with the routing of its group; groups that share a key head read the same keys.
-
-    also: what is added to the bias.
-    """
+    """Each head with the routing of its group; also: what is added to the bias."""
     q, k = rotated(case)
     config, heads = case.geometry.config, case.q.shape[2]
     groups = config.routing_groups
-    copies = max(1, groups // k.shape[2])
-    query = case.geometry.query_router(q)
-    key = case.geometry.key_router(k.repeat_interleave(copies, dim=2))
+    query, key = case.geometry.query_router(q), case.geometry.key_router(k)
     reach, hard = support_reach(config), case.geometry.executed(case.routing) == "sparse"
 
     def of_heads(x: Tensor) -> Tensor:

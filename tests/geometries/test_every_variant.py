@@ -89,31 +89,44 @@ def heads(length=40):
     ]
 
 
-def geometry_of(name, layer=0):
-    attention = VARIANTS[name]
+def geometry_of(name, layer=0, **changes):
+    attention = replace(VARIANTS[name], **changes)
     geometry = attention.geometry_class(attention, SHAPE._replace(layer=layer)).double()
     return enliven(geometry, std=0.5)
+
+
+def check_law(geometry, softcap, routing):
+    """Outputs and counted pairs are those of the equation."""
+    q, k, v, hidden = heads()
+    options = {"scale": SCALE, "softcap": softcap, "routing": executed(routing)}
+    out, told = geometry(q, k, v, hidden=hidden, **options)
+    law = LAWS[geometry.attention.geometry]
+    answer = law(Case(geometry, q, k, v, hidden, softcap, executed(routing)))
+    torch.testing.assert_close(out, answer.out)
+    assert geometry.routed == hasattr(told, "labels")
+    labels = told.labels if geometry.routed else None
+    counted = geometry.count_pairs((2, 40), routing=routing, labels=labels)
+    causal = 2 * 40 * 41 // 2
+    if not geometry.routed or routing == "sparse":
+        # Routing groups are counted one by one.
+        inside, there = counted or (causal, causal)
+        assert inside * causal == pytest.approx(answer.pairs * there) and there % causal == 0
 
 
 @every_run
 @torch.no_grad()
 def test_it_is_its_law_and_its_density_is_counted(name, routing):
-    q, k, v, hidden = heads()
     for layer, softcap in LAYERS:
-        geometry = geometry_of(name, layer)
-        options = {"scale": SCALE, "softcap": softcap, "routing": executed(routing)}
-        out, told = geometry(q, k, v, hidden=hidden, **options)
-        law = LAWS[geometry.attention.geometry]
-        answer = law(Case(geometry, q, k, v, hidden, softcap, executed(routing)))
-        torch.testing.assert_close(out, answer.out)
-        assert geometry.routed == hasattr(told, "labels")
-        labels = told.labels if geometry.routed else None
-        counted = geometry.count_pairs((2, 40), routing=routing, labels=labels)
-        causal = 2 * 40 * 41 // 2
-        if not geometry.routed or routing == "sparse":
-            # Routing groups are counted one by one.
-            inside, there = counted or (causal, causal)
-            assert inside * causal == pytest.approx(answer.pairs * there) and there % causal == 0
+        check_law(geometry_of(name, layer), softcap, routing)
+
+
+@pytest.mark.parametrize("routing", ["soft", "sparse"])
+@pytest.mark.parametrize("name", ["mosar", "mosar-plus"])
+@torch.no_grad()
+def test_routing_groups_follow_the_law(name, routing):
+    geometry = geometry_of(name, routing_groups=2)
+    assert geometry.query_router.weight1.shape[0] == 2
+    check_law(geometry, 1.5, routing)
 
 
 @every_run
@@ -344,7 +357,7 @@ def test_its_limit_is_plain_attention(geometry):
 
 @torch.no_grad()
 def test_global_tokens_that_forget_are_fox():
-    forget, fox = geometry_of("mosar-forget"), geometry_of("fox")
+    forget, fox = geometry_of("mosar-plus"), geometry_of("fox")
     all_global(forget)
     fox.weight.copy_(forget.forget_weight)
     fox.bias.copy_(forget.forget_bias)
@@ -359,7 +372,7 @@ def test_global_tokens_that_forget_are_fox():
 @pytest.mark.parametrize("limit", [True, False])
 @torch.no_grad()
 def test_gates_with_slopes_are_mosar_over_alibi(limit):
-    attention = replace(VARIANTS["mosar-forget"], own={"gates": "alibi"})
+    attention = replace(VARIANTS["mosar-plus"], own={"gates": "alibi"})
     geometry = enliven(attention.geometry_class(attention, SHAPE).double(), std=0.5)
     assert all("router" in name for name, _ in geometry.named_parameters())
     q, k, v, hidden = heads()

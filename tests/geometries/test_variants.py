@@ -257,7 +257,8 @@ def test_a_new_geometry_is_one_class(monkeypatch):
 
 def test_forgetting_heads_start_short_and_a_quarter_long():
     shape = SHAPE._replace(num_heads=8, hidden_size=4)
-    geometry = GEOMETRIES["mosar-forget"](VARIANTS["mosar-forget"], shape)
+    attention = VARIANTS["mosar-plus"]
+    geometry = attention.geometry_class(attention, shape)
     with torch.no_grad():
         for name, parameter in geometry.named_parameters():
             geometry.init_parameter(name, parameter, torch.Generator().manual_seed(0))
@@ -268,6 +269,6 @@ def test_forgetting_heads_start_short_and_a_quarter_long():
 
 @pytest.mark.parametrize("hard_from", [None, 0.5])
 def test_forget_gates_need_hard_routing(hard_from):
-    attention = dataclasses.replace(VARIANTS["mosar-forget"], hard_from=hard_from)
+    attention = dataclasses.replace(VARIANTS["mosar-plus"], hard_from=hard_from)
     with pytest.raises(ValueError, match=f"hard_from must be 0 .* got {hard_from}"):
         attention.geometry_class(attention, SHAPE)

@@ -1,5 +1,7 @@
 """Small models whose routers choose every regime, over bytes."""
 
+from dataclasses import replace
+
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -14,8 +16,9 @@ HEADS = {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 48}
 SCORES = {"query_pre_attn_scalar": 8, "attn_softcap": 50.0, "final_softcap": 30.0}
 
 
-def make_decoder(variant="mosar"):
-    decoder = Decoder(ModelConfig(**SIZES, **HEADS, **SCORES), VARIANTS[variant])
+def make_decoder(variant="mosar", **changes):
+    attention = replace(VARIANTS[variant], **changes)
+    decoder = Decoder(ModelConfig(**SIZES, **HEADS, **SCORES), attention)
     decoder.init_weights(seed=0)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():

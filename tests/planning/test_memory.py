@@ -149,7 +149,7 @@ def test_the_cache_of_regimes_holds_what_is_modelled(change):
     assert cache.used_bytes == pytest.approx(modelled, rel=0.1)
 
 
-@pytest.mark.parametrize("variant", ["rope", "fox", "mosar-forget"])
+@pytest.mark.parametrize("variant", ["rope", "fox", "mosar-plus"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_cache_of_all_keys_is_exact(variant, precision):
     """Regimes that start global keep every key too."""
@@ -161,5 +161,5 @@ def test_a_cache_of_all_keys_is_exact(variant, precision):
     cache = decoder.new_cache("sparse")
     with torch.no_grad():
         decoder(torch.zeros(1, 96, dtype=torch.long), routing="sparse", cache=cache)
-    by_regime = variant == "mosar-forget"
+    by_regime = variant == "mosar-plus"
     assert cache.used_bytes == cache_bytes(config, ALONE, 96, by_regime=by_regime)

@@ -1,17 +1,27 @@
 """Figures show what the core computes and what records hold, and nothing else."""
 
+import itertools
+
 import pytest
 import torch
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 from benchmark_records import make_benchmark, make_wrong_benchmark
 from mosar import MoSARConfig, Regime, RegimeKernel
 from mosar.records import Measurement
 from mosar.report.charts import Chart, Point, Series
 from mosar.report.curves import break_even
-from mosar.report.drawing import FORMATS, enough_ticks, render_figure, tick_levels, y_domain
+from mosar.report.drawing import (
+    FORMATS,
+    draw_charts,
+    enough_ticks,
+    render_figure,
+    tick_levels,
+    y_domain,
+)
 from mosar.report.figures import draw_decay_kernels, draw_speedup
-from mosar.report.palette import VARIANTS, pair_looks
+from mosar.report.palette import NEUTRAL, VARIANTS, pair_looks
 from mosar.report.routing_charts import regime_pairs
 
 CONFIGS = {
@@ -177,3 +187,22 @@ def test_domains_hold_what_is_drawn():
     low, high = chart_of(4.0, y_log=True)
     assert 0 < low < 4 < high
     assert chart_of(3.0, 4.0, 90.0, cap=5.0)[1] < 5 < 90 < chart_of(90.0, cap=5.0)[1]
+
+
+def test_names_of_crowded_points_do_not_lie_on_each_other():
+    points = tuple(Point(1 + 0.004 * i, 200 + i % 3, f"setting={i}") for i in range(9))
+    far = (Point(1.2, 260, "far to the right"), Point(0.8, 199, "far to the left"))
+    line = Series(key="a", look=NEUTRAL, points=points + far, dash="none", annotated=True)
+    chart = Chart(name="c", title="", caption="", x_label="x", y_label="y", series=(line,))
+    figure = draw_charts([chart])
+    figure.canvas.draw()
+    (axes,) = figure.axes
+    # As it is from its point on, without the line that may lead there.
+    names = [
+        Text.get_window_extent(text).translated(*axes.transData.transform(text.xy))
+        for text in axes.texts
+    ]
+    assert len(names) == 11
+    box = axes.get_window_extent().padded(1)
+    assert all(box.x0 <= n.x0 and n.x1 <= box.x1 for n in names)
+    assert not any(a.overlaps(b) for a, b in itertools.combinations(names, 2))

@@ -14,7 +14,7 @@ from mosar.core.losses import expected_density, expected_discarded_mass, normali
 from mosar.core.reference_attention import attend_routed
 from mosar.core.regimes import RegimeKernel, support_reach
 from mosar.evaluation.loaded_run import LoadedRun
-from mosar.geometries import AttentionConfig, HeadShape, MoSAR
+from mosar.geometries import AttentionConfig
 from mosar.model.decoder import Decoder
 from mosar.training.config import RunConfig, resolve_config
 from mosar.training.loop import train
@@ -136,38 +136,6 @@ def test_groups_start_in_their_regimes():
             assert torch.equal(labels[:, 1].unique(), torch.tensor([1]))
 
 
-def test_heads_that_route_alone_have_copies_of_their_keys():
-    """As in a model with so many key heads; a key gets the sum of its copies' gradients."""
-    attention = AttentionConfig(
-        geometry="mosar", per_head=True, ladder=True, start_regimes=("each",), hard_from=0.0
-    )
-    shared, apart = (MoSAR(attention, HeadShape(4, heads, 8, 64)).double() for heads in (2, 4))
-    assert [r.reach for r in shared.config.regimes] == [4, 16, 64] and shared.config.regimes[
-        -1
-    ].name == "G"
-    for name, parameter in shared.named_parameters():
-        shared.init_parameter(name.split(".")[-1], parameter.data, torch.Generator().manual_seed(3))
-    apart.load_state_dict(shared.state_dict())
-    generator = torch.Generator().manual_seed(4)
-    q = torch.randn(2, 40, 4, 8, dtype=torch.float64, generator=generator)
-    k, v = torch.randn(2, 2, 40, 2, 8, dtype=torch.float64, generator=generator)
-    grads = []
-    for geometry in (shared, apart):
-        inputs = [x.clone().requires_grad_() for x in (q, k, v)]
-        given = (
-            inputs
-            if geometry is shared
-            else [inputs[0], *(x.repeat_interleave(2, 2) for x in inputs[1:])]
-        )
-        out, routed = geometry(*given, scale=8**-0.5)
-        assert routed.labels[0].shape == (2, 4, 40)
-        grads.append(
-            [out, *torch.autograd.grad(out.square().sum(), [*inputs, *geometry.parameters()])]
-        )
-    assert all(torch.equal(one, two) for one, two in zip(*grads, strict=True))
-    assert [int(x) for x in routed.labels[0][0, :, 0]] == [0, 1, 0, 1]
-
-
 @pytest.mark.parametrize(
     ("ladder", "reaches"),
     [
@@ -226,9 +194,7 @@ def test_windows_begin_at_a_position_that_follows_from_the_step(segments):
         ("ladder", "false", "ladder must be true, false or an integer >= 2, got 'false'"),
         ("ladder", 1, "ladder must be true, false or an integer >= 2, got 1"),
         ("ladder_plateau", 1.5, "ladder_plateau"),
-        ("per_head", 1, "per_head must be true or false, got 1"),
         ("position_range", 1e18, "position_range"),
-        ("per_head", {"per_head": True, "routing_groups": 2}, "routing_groups must stay 1"),
         ("floor", -0.1, "floor must be"),
         ("floor_until", {"floor_from": 0.5, "floor_until": 0.4}, "floor_until must be"),
     ],
@@ -246,12 +212,14 @@ def test_settings_of_older_runs_mean_what_they_meant():
     for section, added in {
         "attention": (
             *("cost_of", "hard_from", "router_queries", "start_regimes", "start_logit"),
-            *("ladder", "ladder_plateau", "per_head", "mass_weight", "position_range"),
+            *("ladder", "ladder_plateau", "mass_weight", "position_range"),
             *("floor", "floor_from", "floor_until"),
         ),
     }.items():
         for name in added:
             del values[section][name]
+    # A setting that is gone, at the value that every variant of today has.
+    values["attention"]["per_head"] = False
     again = RunConfig.from_dict(values)
     assert again == config and again.fingerprint() == config.fingerprint()
 

@@ -78,7 +78,7 @@ def test_more_routing_groups_than_heads_are_refused_by_name(dataset, tmp_path):
     words = ["train", "--preset", "smoke", "--data", str(dataset), "--out", str(tmp_path / "run")]
     result = CliRunner().invoke(app, [*words, "--set", "attention.routing_groups=999999999999"])
     assert result.exit_code == 2
-    assert "num_heads=4, got 999999999999" in result.stderr
+    assert "num_kv_heads=2, got 999999999999" in result.stderr
     assert not (tmp_path / "run").exists()
 
 

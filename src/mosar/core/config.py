@@ -82,8 +82,7 @@ class RegimeSettings:
     composition: Composition = "mean"
     """How two reaches give a pair's reach: "mean" (the paper's), "min" or "max"."""
     routing_groups: int = 1
-    """Gr: the number of groups of heads that route separately. It divides the key/value heads; in a
-    model it may also be a multiple of them that divides the query heads."""
+    """Gr: the number of groups of heads that route separately; it divides the key/value heads."""
     num_sinks: int = 0
     """How many first keys of a row (of a segment) every query may read with gate 1."""
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from mosar.core.bias import LabelBias, MixtureBias, routed_bias
@@ -27,16 +26,6 @@ class RouterOutput:
     def labels(self) -> Tensor:
         """The top-1 regime of each token, from the logits, lowest index on ties."""
         return self.logits.argmax(dim=-1)
-
-    @property
-    def one_hot(self) -> Tensor:
-        """The top-1 regime as a probability of 1; no gradient."""
-        return F.one_hot(self.labels, self.logits.shape[-1]).to(self.probabilities.dtype)
-
-    @property
-    def straight_through(self) -> Tensor:
-        """One-hot values with the gradient of the probabilities."""
-        return self.one_hot + self.probabilities - self.probabilities.detach()
 
 
 class LayerRouting(NamedTuple):

@@ -65,8 +65,7 @@ class PostPositionRouter(nn.Module):
         learns = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *parameters))
         if not learns or is_traced():
             return self._decide(x, *parameters)
-        # If each head has its own routing, the hidden layer is larger than q and k together. So the
-        # backward pass recomputes it instead of storing it.
+        # The backward pass recomputes the hidden layer instead of storing it.
         return checkpoint(
             self._decide, x, *parameters, use_reentrant=False, preserve_rng_state=False
         )  # pyright: ignore[reportReturnType]

@@ -8,7 +8,7 @@ from typing import Any
 
 from mosar.geometries.alibi import Alibi
 from mosar.geometries.block_selection import BigBird, MoBA
-from mosar.geometries.config import EACH, GEOMETRIES, AttentionConfig
+from mosar.geometries.config import GEOMETRIES, AttentionConfig
 from mosar.geometries.dsa import DSA
 from mosar.geometries.fox import Forgetting
 from mosar.geometries.geometry import (
@@ -87,20 +87,20 @@ _PAPER = {
 }
 PAPER_VARIANTS = tuple(_PAPER)
 """The matched set of the paper, which `mosar reproduce` runs unless told otherwise."""
-# Trained on what is executed, with a price on its pairs, at positions up to four times N.
+# Trained on what is executed, with a price on its pairs.
 _HARD: dict[str, Any] = {
-    **{"hard_from": 0.0, "router_queries": 128, "cost_of": "pairs", "cost_weight": 0.2},
-    "position_range": 4.0,
+    "hard_from": 0.0,
+    "router_queries": 128,
+    "cost_of": "pairs",
+    "cost_weight": 0.2,
 }
-# Without a rotation routers see no positions, so windows need not begin at random ones.
-_FORGET: dict[str, Any] = _HARD | {"position_range": 1.0}
 _BEYOND = {
-    "mosar-hard": AttentionConfig(geometry="mosar", start_regimes=("S",), **_HARD),
-    "mosar-plus": AttentionConfig(
-        geometry="mosar", ladder=True, per_head=True, start_regimes=EACH, **_HARD
+    # Routers see rotated q and k, so its windows begin at random positions up to four times N.
+    "mosar-hard": AttentionConfig(
+        geometry="mosar", start_regimes=("S",), position_range=4.0, **_HARD
     ),
-    "mosar-forget": AttentionConfig(
-        geometry="mosar-forget", ladder=True, rope_fraction=0.0, start_regimes=("G",), **_FORGET
+    "mosar-plus": AttentionConfig(
+        geometry="mosar-forget", ladder=True, rope_fraction=0.0, start_regimes=("G",), **_HARD
     ),
 }
 # Systems of other authors: geometry and variant share a name; the second entry has its settings.

@@ -14,8 +14,6 @@ from mosar.geometries.own_settings import OwnSettings, read_own
 if TYPE_CHECKING:
     from mosar.geometries.geometry import Geometry, HeadShape
 
-EACH = ("each",)
-"""Routing groups start in all regimes but the global one, in turn."""
 GEOMETRIES: dict[str, type[Geometry]] = {}
 """The known geometries by name; the package fills it, and so may anybody else."""
 
@@ -51,8 +49,7 @@ class AttentionConfig(RegimeSettings):
     floor_until: float = 0.85
     """The share of the steps after which the floor's factor is `floor`."""
     start_regimes: tuple[str, ...] = ()
-    """The regime that each routing group starts in, in turn; ["each"]: all but the global one;
-    []: routing starts uniform."""
+    """The regime that each routing group starts in, in turn; []: routing starts uniform."""
     start_logit: float = 1.0
     """How far the logit of that regime is above the others at first."""
     position_range: float = 1.0
@@ -62,8 +59,6 @@ class AttentionConfig(RegimeSettings):
     three; true: r = 4."""
     ladder_plateau: float = 0.25
     """The share of a ladder's local reach on which its gate is 1."""
-    per_head: bool = False
-    """Every query head routes on its own; else there are `routing_groups` groups of heads."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -88,24 +83,16 @@ class AttentionConfig(RegimeSettings):
         if not isinstance(self.ladder, bool) and not is_count(self.ladder, 2):
             raise ValueError(f"ladder must be true, false or an integer >= 2, got {self.ladder!r}")
         check_number(self, "ladder_plateau", least=0.0, most=1.0)
-        if not isinstance(self.per_head, bool):
-            raise ValueError(f"per_head must be true or false, got {self.per_head!r}")
         starts = self.start_regimes
         if not isinstance(starts, (list, tuple)) or not all(isinstance(x, str) for x in starts):
             raise ValueError(f"start_regimes must be a list of names, got {starts!r}")
         check_counts(self, {"cost_warmup": 0})
         object.__setattr__(self, "start_regimes", tuple(self.start_regimes))
         regimes = self.mosar_config(MoSARConfig().max_length)
-        named = () if self.start_regimes == EACH else self.start_regimes
         # The paper's names are the same at any length; those of a ladder are not.
-        for name in () if self.ladder else (*named, self.regime):
+        for name in () if self.ladder else (*self.start_regimes, self.regime):
             if name is not None:
                 regimes.regime_index(name)
-        if self.per_head and self.routing_groups != 1:
-            raise ValueError(
-                f"per_head gives every head a routing of its own: routing_groups must stay 1, "
-                f"got {self.routing_groups}"
-            )
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON holds it: the geometry, its regimes, their cost."""
@@ -130,16 +117,14 @@ class AttentionConfig(RegimeSettings):
         with torch.device("meta"):
             return self.geometry_class(self, shape)
 
-    def mosar_config(self, max_length: int, num_heads: int = 1) -> MoSARConfig:
-        """The geometry of regimes for a training length N and so many query heads."""
+    def mosar_config(self, max_length: int) -> MoSARConfig:
+        """The geometry of regimes for a training length N."""
         given = {field.name: getattr(self, field.name) for field in fields(RegimeSettings)}
         if self.regimes is None:
             del given["regimes"]
             regimes = self.geometry_class.default_regimes(max_length)
             if regimes is not None:
                 given["regimes"] = regimes
-        if self.per_head:
-            given["routing_groups"] = num_heads
         if not self.ladder:
             return MoSARConfig.scaled(max_length, **given)
         ratio = 4 if self.ladder is True else self.ladder

@@ -62,7 +62,7 @@ def variant_facts(name: str, shape: HeadShape, num_layers: int) -> VariantFacts:
         parameters=sum(part.count for part in parts),
         density=tuple(_density(layers, times * length) for times in LENGTHS),
         products=sum(known) / num_layers if len(known) == num_layers else None,
-        cache=2 * first.key_heads * shape.head_dim + first.kept_notes,
+        cache=2 * shape.num_kv_heads * shape.head_dim + first.kept_notes,
         native=first.native,
         modes=first.modes,
         source=first.source,

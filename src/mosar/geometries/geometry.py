@@ -271,11 +271,6 @@ class Geometry(nn.Module):
         return basis.mean()
 
     @property
-    def key_heads(self) -> int:
-        """Heads of keys and values that its attention and its cache hold."""
-        return self.shape.num_kv_heads
-
-    @property
     def routings(self) -> tuple[str, ...]:
         """How a trained model can be executed; the first is what it was trained with."""
         if self.routed:

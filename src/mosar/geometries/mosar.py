@@ -24,7 +24,7 @@ from mosar.core.losses import (
 )
 from mosar.core.outputs import RoutingWithMass, regime_shares
 from mosar.core.routers import PostPositionRouter
-from mosar.geometries.config import EACH, AttentionConfig
+from mosar.geometries.config import AttentionConfig
 from mosar.geometries.geometry import Attended, HeadShape, LayerRouting, ParameterPart
 from mosar.geometries.rope import Rope
 
@@ -42,7 +42,7 @@ class MoSAR(Rope):
         *("regimes", "router_hidden", "temperature", "barrier", "exponent", "floor", "epsilon"),
         *("composition", "routing_groups", "num_sinks", "cost_weight", "cost_warmup", "cost_of"),
         *("mass_weight", "hard_from", "router_queries", "floor_from", "floor_until"),
-        *("start_regimes", "start_logit", "ladder", "ladder_plateau", "per_head", "position_range"),
+        *("start_regimes", "start_logit", "ladder", "ladder_plateau", "position_range"),
     }
     step: int | None = None
     """The current training step, if any."""
@@ -51,25 +51,16 @@ class MoSAR(Rope):
 
     def __init__(self, attention: AttentionConfig, shape: HeadShape):
         super().__init__(attention, shape)
-        self.config = attention.mosar_config(shape.max_length, shape.num_heads)
+        self.config = attention.mosar_config(shape.max_length)
         groups, key_heads = self.config.routing_groups, shape.num_kv_heads
-        if key_heads % groups and (groups % key_heads or shape.num_heads % groups):
-            raise ValueError(
-                f"routing_groups must divide num_kv_heads={key_heads}, or be a multiple of it that "
-                f"divides num_heads={shape.num_heads}, got {groups}"
-            )
-        for start in self.start_regimes:
+        if key_heads % groups:
+            raise ValueError(f"routing_groups must divide num_kv_heads={key_heads}, got {groups}")
+        for start in attention.start_regimes:
             self.config.regime_index(start)
-        self.key_copies = max(1, groups // key_heads)
-        """Routing groups per key head; each has a copy of the head, with its own regimes."""
         self.query_router = PostPositionRouter(shape.num_heads * shape.head_dim, self.config)
-        self.key_router = PostPositionRouter(
-            self.key_copies * key_heads * shape.head_dim, self.config
-        )
+        self.key_router = PostPositionRouter(key_heads * shape.head_dim, self.config)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Attended:
-        if self.key_copies > 1:
-            k, v = (x.repeat_interleave(self.key_copies, dim=2) for x in (k, v))
         if self.training and torch.is_grad_enabled() and options.get("cache") is None:
             options.setdefault("position_offset", self.first_position)
         return super().forward(q, k, v, **options)
@@ -82,17 +73,6 @@ class MoSAR(Rope):
             return 0
         generator = torch.Generator().manual_seed(self.step)
         return int(torch.randint(spare + 1, (), generator=generator))
-
-    @property
-    def key_heads(self) -> int:
-        return self.key_copies * self.shape.num_kv_heads
-
-    @property
-    def start_regimes(self) -> tuple[str, ...]:
-        """The regimes that routing groups start in, in turn."""
-        if self.attention.start_regimes == EACH:
-            return tuple(regime.name for regime in self.config.regimes[:-1])
-        return self.attention.start_regimes
 
     def reaches(self) -> dict[str, float]:
         return {regime.name: regime.reach for regime in self.config.regimes}
@@ -183,11 +163,6 @@ class MoSAR(Rope):
         if self.attention.mass_weight:
             return f" does not go with attention.mass_weight={self.attention.mass_weight:g}"
         groups = self.config.routing_groups
-        if self.key_copies > 1 and self.shape.num_kv_heads % tensor:
-            return (
-                f" must divide model.num_kv_heads={self.shape.num_kv_heads}, because "
-                f"attention.routing_groups={groups} share key heads"
-            )
         if groups == 1 or groups % tensor == 0:
             return None
         return (
@@ -306,7 +281,7 @@ class MoSAR(Rope):
 
     def init_parameter(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
         """W1 std 0.02, W2 std 1e-3, biases 0 but for the regimes that groups start in."""
-        starts = [self.config.regime_index(start) for start in self.start_regimes]
+        starts = [self.config.regime_index(start) for start in self.attention.start_regimes]
         if "bias" in name:
             parameter.zero_()
             if starts and name.endswith("bias2"):

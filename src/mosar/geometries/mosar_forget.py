@@ -6,7 +6,8 @@ G is the gate of the two tokens' regimes, and a pair beyond the reach does not e
 rotation, so routers see no positions and do not meet new ones in longer texts. At the start a
 quarter of the heads remember about N tokens (b = ln N), so that far links can be learnt; the others
 forget half at every token (b = 0), which suits the start of a language model. Gates that do not
-read their token, f_t = e^-slope_h with ALiBi's slopes, make it MoSAR over ALiBi.
+read their token, f_t = e^-slope_h with ALiBi's slopes, make it MoSAR over ALiBi. The
+variant `mosar-plus` has learned ones.
 
 Shapes: B batch, H query heads, T tokens, S keys, C hidden size.
 """

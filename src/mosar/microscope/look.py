@@ -102,7 +102,7 @@ def look(
         config=subject.config,
         views=views,
         rankings=rank_choosers(labels, read.pieces, subject.config),
-        savings=sum_savings(views, subject.config, subject.key_copies),
+        savings=sum_savings(views, subject.config),
         gated=subject.gated,
         hard=subject.hard,
     )
@@ -120,7 +120,7 @@ class _DecoderSubject:
                 f"the model has no routers: its geometry is {decoder.attention_config.geometry}; "
                 "give a variant with routers, such as mosar"
             )
-        self.decoder, self.config, self.key_copies = decoder, geometry.config, geometry.key_copies
+        self.decoder, self.config = decoder, geometry.config
         self.notes, self.hard = [], geometry.is_hard
         if self.hard:
             self.notes.append(
@@ -151,7 +151,7 @@ class _DecoderSubject:
 class _RetrofitSubject:
     """A model of others with routers of ours."""
 
-    gated, hard, key_copies = False, False, 1
+    gated, hard = False, False
 
     def __init__(self, attached: Retrofit):
         from mosar.integrations.retrofit.base_model import context_length

@@ -137,7 +137,6 @@ def _tiles(look: Look) -> list[tuple[str, str, str]]:
     reads = sum(savings.layer_reads) / layers
     alive = sum(savings.layer_alive) / layers
     outside = sum(savings.layer_outside) / layers
-    copies = f"; each key is stored {savings.key_copies} times" if savings.key_copies > 1 else ""
     choices = f"{layers} layers × {groups} routing group{'s' if groups > 1 else ''}"
     lies, remark = "lies", "of what a token may read, on average"
     if look.hard:
@@ -145,7 +144,7 @@ def _tiles(look: Look) -> list[tuple[str, str, str]]:
     return [
         (f"{length:,}", "token" if length == 1 else "tokens", choices),
         (percent(reads), "of the pairs are read", "the support over all causal pairs"),
-        (percent(alive), "of the dense cache is stored", f"keys in reach at the end{copies}"),
+        (percent(alive), "of the dense cache is stored", "keys in reach at the end"),
         (percent(outside), f"of the attention {lies} outside", remark),
     ]
 

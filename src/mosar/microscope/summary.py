@@ -106,27 +106,23 @@ class Savings:
     reads: list[float]
     """Keys that a query there may read, mean over layers and groups."""
     alive: list[float]
-    """Keys in the cache after that token, mean over layers, in keys of a dense cache."""
+    """Keys in the cache after that token, mean over layers and groups."""
     layer_reads: list[float]
     """By layer: pairs of the support over pairs that exist."""
     layer_alive: list[float]
     """By layer: keys in the cache at the end over those of a dense cache."""
     layer_outside: list[float]
     """By layer: the mean share of attention outside of the support."""
-    key_copies: int
-    """How often a key is stored: once for each routing group that shares its head."""
 
 
-def sum_savings(views: Sequence[LayerView], config: MoSARConfig, key_copies: int) -> Savings:
+def sum_savings(views: Sequence[LayerView], config: MoSARConfig) -> Savings:
     length = views[0].reads.shape[-1]
     causal_T = torch.arange(1, length + 1, dtype=torch.float64)
     reads_LT = torch.stack([view.reads.double().mean(dim=0) for view in views])
     exist_LT = torch.stack(
         [causal_T if v.window is None else causal_T.clamp_max(v.window + 1) for v in views]
     )
-    alive_LT = key_copies * torch.stack(
-        [count_alive(view, config).double().mean(dim=0) for view in views]
-    )
+    alive_LT = torch.stack([count_alive(view, config).double().mean(dim=0) for view in views])
     places = torch.linspace(0, length - 1, min(length, _POINTS)).round().long()
     return Savings(
         places=(places + 1).tolist(),
@@ -135,7 +131,6 @@ def sum_savings(views: Sequence[LayerView], config: MoSARConfig, key_copies: int
         layer_reads=(reads_LT.sum(dim=1) / exist_LT.sum(dim=1)).tolist(),
         layer_alive=(alive_LT[:, -1] / length).tolist(),
         layer_outside=[float(view.outside.double().mean()) for view in views],
-        key_copies=key_copies,
     )
 
 

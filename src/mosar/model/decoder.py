@@ -248,7 +248,7 @@ def new_cache(
             raise ValueError(
                 f"options of a cache are {', '.join(sorted(CACHE_OPTIONS))}; got {unknown[0]!r}"
             )
-        config = attention.mosar_config(model.max_length, model.num_heads)
+        config = attention.mosar_config(model.max_length)
         return RegimeCache(config, model.num_layers, routing=routing, **options)
     if options:
         raise ValueError(f"a cache without regimes has no options, got {sorted(options)}")

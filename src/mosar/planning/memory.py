@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from mosar.model.config import ModelConfig
 from mosar.model.parameters import parameter_parts
 from mosar.planning.parameters import tensor_part
 from mosar.training.config import RunConfig
@@ -33,7 +34,7 @@ def saved_by_layer(config: RunConfig, mesh: Mesh) -> list[Saved]:
     size = model.hidden_size
     heads = model.num_heads / mesh.tensor
     query = heads * model.head_dim
-    key = _key_heads(config, mesh) * model.head_dim
+    key = _key_heads(model, mesh) * model.head_dim
     ffn = model.ffn_size / mesh.tensor
     saved = [
         Saved("inputs of the norms before attention and feed-forward", 2 * size, 4, 4),
@@ -69,8 +70,8 @@ def saved_by_layer(config: RunConfig, mesh: Mesh) -> list[Saved]:
     return saved
 
 
-def _key_heads(config: RunConfig, mesh: Mesh) -> float:
-    heads = config.attention.build(config.model.head_shape).key_heads
+def _key_heads(model: ModelConfig, mesh: Mesh) -> float:
+    heads = model.num_kv_heads
     return heads if mesh.copies_keys(heads) else heads / mesh.tensor
 
 
@@ -134,6 +135,6 @@ def cache_bytes(config: RunConfig, mesh: Mesh, keys: float, *, by_regime: bool) 
     # A position and a slot for every key of a group; without regimes a position and a flag.
     notes = 8 * _groups(config, mesh) if by_regime else 9
     geometry = config.attention.build(model.head_shape)
-    kept = 2 * _key_heads(config, mesh) * model.head_dim * width
+    kept = 2 * _key_heads(model, mesh) * model.head_dim * width
     kept += geometry.note_bytes(width) / (mesh.tensor if geometry.of_heads else 1)
     return model.num_layers * keys * (kept + notes)

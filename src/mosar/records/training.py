@@ -9,6 +9,10 @@ from typing import Any, ClassVar
 
 from mosar.records.record import Record
 
+# Records are never altered, so they keep the name that a variant had when they were written. (Those
+# of another recipe, called mosar-plus before 2026-11-18, cannot be told from today's by name.)
+_EARLIER_NAMES = {"mosar-forget": "mosar-plus"}
+
 
 def _word(text: str) -> str:
     """A value as part of a file name; a hash if it does not fit there."""
@@ -26,6 +30,9 @@ class Cell:
     seed: int
     grid: dict[str, Any] = field(default_factory=dict)
     """Dotted key -> value, if the experiment has an axis."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "variant", _EARLIER_NAMES.get(self.variant, self.variant))
 
     @property
     def name(self) -> str:

@@ -45,11 +45,11 @@ from mosar.report.verdicts import (
     within,
 )
 
-# Thresholds of our own claims, set before any recorded run of these variants; in percent.
+# Thresholds of our own claims, set before any recorded run of a hard variant; in percent.
 EXACT, GOOD, CLEARLY = 0.1, 0.5, 3.0
 # MoSAR-Hard's density may be this many times MoSAR's.
 DENSER = 1.5
-# The density of MoSAR-Plus and MoSAR-Forget, by factor of the training length.
+# The density of MoSAR-Plus, by factor of the training length.
 FEW = {1.0: 0.20, 4.0: 0.05}
 # The lengths the paper evaluates, as factors of the training length.
 LENGTHS = (1.0, 2.0, 4.0)
@@ -232,27 +232,32 @@ def _fewer(before: Estimate | None, after: Estimate | None) -> Finding:
     return Finding("", ours, *judge(difference(*pair), -math.inf, LOST))
 
 
-def _of_hard(measure: Callable[[Comparison, str], Finding]) -> Callable[[Comparison], Finding]:
-    """The same of every hard variant."""
+def _executes_what_it_learnt(c: Comparison) -> Finding:
+    parts = []
+    for name in _HARD_VARIANTS:
+        one = f"mosar-{name}"
+        found = together(
+            [
+                (times(f), within(c, Setting(one, f, "sparse"), Setting(one, f, "top1"), EXACT))
+                for f in LENGTHS
+            ]
+        )
+        parts.append((name.capitalize(), found))
+    known = [(label, found) for label, found in parts if found.verdict != "unmeasured"]
+    return replace(together(known or parts), paper=MISSING)
+
+
+def _executed(variant: str, than: str, by: float) -> Callable[[Comparison], Finding]:
+    """Executed sparsely it is below another variant at every length, by this many per cent."""
 
     def measured(c: Comparison) -> Finding:
-        parts = [(name.capitalize(), measure(c, f"mosar-{name}")) for name in _HARD_VARIANTS]
-        known = [(label, found) for label, found in parts if found.verdict != "unmeasured"]
-        return replace(together(known or parts), paper=MISSING)
-
-    return measured
-
-
-def _executes_what_it_learnt(c: Comparison, variant: str) -> Finding:
-    return together(
-        [
-            (
-                times(f),
-                within(c, Setting(variant, f, "sparse"), Setting(variant, f, "top1"), EXACT),
-            )
+        parts = [
+            (times(f), lower(c, Setting(variant, f, "sparse"), Setting(than, f), by=by))
             for f in LENGTHS
         ]
-    )
+        return replace(together(parts), paper=MISSING)
+
+    return measured
 
 
 def _denser(c: Comparison) -> Finding:
@@ -270,18 +275,10 @@ def _denser(c: Comparison) -> Finding:
     return replace(together(parts), paper=MISSING)
 
 
-def _beats_alibi(c: Comparison, variant: str) -> Finding:
-    parts = [
-        (times(f), lower(c, Setting(variant, f, "sparse"), Setting("alibi", f), by=CLEARLY))
-        for f in LENGTHS
-    ]
-    return replace(together(parts), paper=MISSING)
-
-
-def _reads_few(c: Comparison, variant: str) -> Finding:
+def _reads_few(c: Comparison) -> Finding:
     parts = []
     for factor, most in FEW.items():
-        found = exact_density(c, variant, factor)
+        found = exact_density(c, "mosar-plus", factor)
         finding = unmeasured("")
         if found is not None:
             finding = Finding("", share(found.mean), *judge(found, -math.inf, most))
@@ -504,28 +501,7 @@ CLAIMS: tuple[Claim, ...] = (
 
 
 _HARD = "Beyond the paper: trained on what is executed"
-_HARD_VARIANTS = ("hard", "plus", "forget")
-
-
-def _claims_of_few_pairs(name: str) -> tuple[Claim, Claim]:
-    variant, label = f"mosar-{name}", f"MoSAR-{name.capitalize()}"
-    few = " and ".join(f"{most:g} at {times(f)}" for f, most in FEW.items())
-    return (
-        Claim(
-            f"{name}-alibi",
-            _HARD,
-            f"{label} executed sparsely is clearly better than dense ALiBi.",
-            lambda c: _beats_alibi(c, variant),
-            f"Clearly: by more than {CLEARLY:g} % at every length.",
-        ),
-        Claim(
-            f"{name}-density",
-            _HARD,
-            f"{label} reads few pairs: its exact density.",
-            lambda c: _reads_few(c, variant),
-            f"Few: at most {few}.",
-        ),
-    )
+_HARD_VARIANTS = ("hard", "plus")
 
 
 def _claim_of_long_links(name: str) -> Claim:
@@ -544,25 +520,14 @@ OWN_CLAIMS: tuple[Claim, ...] = (
         "hard-exact",
         _HARD,
         "A hard model executes what it was trained on: sparse against its own top-1 perplexity.",
-        _of_hard(_executes_what_it_learnt),
+        _executes_what_it_learnt,
         f"Less than {EXACT:g} % apart at every length.",
     ),
     Claim(
         "hard-quality",
         _HARD,
         "MoSAR-Hard executed sparsely is as good as MoSAR with soft routing.",
-        lambda c: replace(
-            together(
-                [
-                    (
-                        times(f),
-                        lower(c, Setting("mosar-hard", f, "sparse"), Setting("mosar", f), by=-GOOD),
-                    )
-                    for f in LENGTHS
-                ]
-            ),
-            paper=MISSING,
-        ),
+        _executed("mosar-hard", "mosar", by=-GOOD),
         f"As good: at most {GOOD:g} % above it.",
     ),
     Claim(
@@ -572,6 +537,19 @@ OWN_CLAIMS: tuple[Claim, ...] = (
         _denser,
         f"At most {DENSER:g} times as high.",
     ),
-    *(claim for name in _HARD_VARIANTS[1:] for claim in _claims_of_few_pairs(name)),
+    Claim(
+        "plus-alibi",
+        _HARD,
+        "MoSAR-Plus executed sparsely is clearly better than dense ALiBi.",
+        _executed("mosar-plus", "alibi", by=CLEARLY),
+        f"Clearly: by more than {CLEARLY:g} % at every length.",
+    ),
+    Claim(
+        "plus-density",
+        _HARD,
+        "MoSAR-Plus reads few pairs: its exact density.",
+        _reads_few,
+        f"Few: at most {' and '.join(f'{most:g} at {times(f)}' for f, most in FEW.items())}.",
+    ),
     *(_claim_of_long_links(name) for name in _HARD_VARIANTS),
 )

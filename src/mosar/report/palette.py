@@ -36,7 +36,6 @@ VARIANTS = {
     "alibi": Look("ALiBi", "#3552b5", "#8fa4ff", "plus"),
     "mosar-hard": Look("MoSAR-Hard", "#a03000", "#ff6a4d", "diamond", "2 2"),
     "mosar-plus": Look("MoSAR-Plus", "#8a2be2", "#c08bff", "star"),
-    "mosar-forget": Look("MoSAR-Forget", "#b0005c", "#ff7ab8", "star"),
     "fox": Look("FoX", "#0b7285", "#4dd0e1", "circle", "5 2"),
     "p-rope": Look("p-RoPE", "#c2609a", "#ee9ccb", "star", "9 3 2 3"),
 }

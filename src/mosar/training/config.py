@@ -22,7 +22,6 @@ from mosar.core.config import MoSARConfig
 from mosar.data.config import DataConfig
 from mosar.data.tasks import TASKS
 from mosar.geometries import GEOMETRIES, VARIANTS, AttentionConfig
-from mosar.geometries.config import EACH
 from mosar.model.config import ModelConfig
 from mosar.schema import check_name
 from mosar.training.precision import automatic_precision
@@ -149,14 +148,14 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         # Refuse wrong regimes now, not in the first layer.
-        regimes, starts = self.regimes, self.attention.start_regimes
-        for name in () if starts == EACH else starts:
+        regimes = self.regimes
+        for name in self.attention.start_regimes:
             regimes.regime_index(name)
 
     @property
     def regimes(self) -> MoSARConfig:
         """The regimes and routers at the sizes of the model."""
-        return self.attention.mosar_config(self.model.max_length, self.model.num_heads)
+        return self.attention.mosar_config(self.model.max_length)
 
     @property
     def tokens_per_step(self) -> int:
@@ -173,7 +172,8 @@ class RunConfig:
         given = {**dict.fromkeys(_LABELS, ""), "distributed": {}, **values}
         for name, added in _ADDED.items():
             if isinstance(given.get(name), dict):
-                given[name] = added | given[name]
+                known = {k: v for k, v in given[name].items() if (name, k, v) not in _REMOVED}
+                given[name] = added | known
         return schema.decode(cls, given, "run")
 
     def flat(self) -> dict[str, Any]:
@@ -220,7 +220,7 @@ _ADDED: dict[str, dict[str, Any]] = {
         name: getattr(AttentionConfig(), name)
         for name in (
             *("cost_of", "hard_from", "router_queries", "start_regimes", "start_logit"),
-            *("ladder", "ladder_plateau", "per_head", "mass_weight", "position_range"),
+            *("ladder", "ladder_plateau", "mass_weight", "position_range"),
             *("floor", "floor_from", "floor_until"),
         )
     }
@@ -228,6 +228,8 @@ _ADDED: dict[str, dict[str, Any]] = {
     "data": {"task": "text"},
     "distributed": asdict(DistributedConfig()),
 }
+# Keys that older run folders have, with the only values that can still be run.
+_REMOVED = [("attention", "per_head", False)]
 # Keys that change what is recorded and kept but not the parameters; data has its own fingerprint.
 NEUTRAL = frozenset(
     {

@@ -42,9 +42,9 @@ MORE = {
     "a task": ("mosar", "ddp", ("data.task=recall", SHORT)),
     "hard, tp": ("mosar-cost", "tp", HARD),
     "hard, one key head": ("mosar-cost", "tp", (MQA, *HARD)),
-    "hard, per head": ("mosar-plus", "tp", (SHORT,)),
-    "hard, forgetting": ("mosar-forget", "tp", (SHORT,)),
-    "hard, over ALiBi": ("mosar-forget", "tp", (SHORT, "attention.own.gates=alibi")),
+    "hard, groups": ("mosar-cost", "tp", ("attention.routing_groups=2", *HARD)),
+    "hard, forgetting": ("mosar-plus", "tp", (SHORT,)),
+    "hard, over ALiBi": ("mosar-plus", "tp", (SHORT, "attention.own.gates=alibi")),
     "hard, ddp": ("mosar-cost", "ddp", HARD),
     "bfloat16, tp": ("mosar-cost", "tp", ("train.precision=bf16", MQA, SHORT)),
     "bfloat16, fsdp": ("mosar-cost", "fsdp", ("train.precision=bf16", MQA, SHORT)),
@@ -168,8 +168,8 @@ GRADIENTS = [
     ("mosar", ("attention.num_sinks=2", "data.isolate_documents=true")),
     *((variant, (MQA,)) for variant in ("rope", "p-rope", "alibi", "fixed-s", "rope-m-mask")),
     *((variant, ()) for variant in ("rope", "alibi", "t5", "kerple", "adaptive-span")),
-    *((variant, ()) for variant in ("dynamic-span", "fox", "mosar-forget")),
-    *((variant, (MQA,)) for variant in ("fox", "mosar-forget")),
+    *((variant, ()) for variant in ("dynamic-span", "fox", "mosar-plus")),
+    *((variant, (MQA,)) for variant in ("fox", "mosar-plus")),
 ]
 
 

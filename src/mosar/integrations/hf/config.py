@@ -99,9 +99,7 @@ class MosarDecoderConfig(PreTrainedConfig):
     @property
     def mosar_config(self) -> MoSARConfig:
         """The regimes at the training length."""
-        return self.attention_config.mosar_config(
-            self.max_position_embeddings, self.num_attention_heads
-        )
+        return self.attention_config.mosar_config(self.max_position_embeddings)
 
     @classmethod
     def from_decoder(
