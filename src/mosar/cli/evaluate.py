@@ -76,6 +76,14 @@ def evaluate(
             help="Retrofitted models: read the beginning of this many long documents.",
         ),
     ] = None,
+    skip_documents: Annotated[
+        int | None,
+        Option(
+            min=1,
+            help="Retrofitted models: leave out the first long documents, for example those on "
+            "which you chose between runs.",
+        ),
+    ] = None,
     baseline_windows: Annotated[
         str | None,
         Option(
@@ -106,6 +114,13 @@ def evaluate(
             metavar="TEXTS",
             help="Retrofitted models: also run needle tasks, with this many texts per task and "
             "length.",
+        ),
+    ] = None,
+    needle_tasks: Annotated[
+        str | None,
+        Option(
+            metavar="TASKS",
+            help="Some of single, multi-key, multi-value, tracking, common words; by default all.",
         ),
     ] = None,
     json: Annotated[Path | None, Option(help="Append the records to this file.")] = None,
@@ -148,6 +163,8 @@ def evaluate(
     of_runs = {"--step": step, "--against": against, "--details": details or None}
     of_retrofits = {"--documents": documents, "--baseline-windows": baseline_windows}
     of_retrofits |= {
+        "--skip-documents": skip_documents,
+        "--needle-tasks": needle_tasks,
         "--timing": timing,
         "--needles": needles,
         "--speed-lengths": speed_lengths,
@@ -155,7 +172,12 @@ def evaluate(
     if is_retrofitted(run):
         _refuse(of_runs | {"--mode": mode}, "is for runs of mosar train, and this was retrofitted")
         del asked["modes"]
-        asked |= {"documents": documents, "needles": needles or 0}
+        asked |= {"documents": documents, "skip_documents": skip_documents or 0}
+        asked |= {"needles": needles or 0}
+        if needle_tasks is not None:
+            if needles is None:
+                raise ValueError(f"--needle-tasks {needle_tasks} needs --needles")
+            asked["needle_tasks"] = listed(needle_tasks)
         if speed_lengths is not None:
             asked["speed_lengths"] = numbers("--speed-lengths", speed_lengths)
         records = _evaluate_retrofit(run, baseline_windows, timing, asked)

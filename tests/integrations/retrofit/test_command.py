@@ -185,6 +185,8 @@ def test_evaluate_finds_needles_and_makes_nothing_twice(retrofitted, tmp_path, m
         return [r for r in records if isinstance(r, RetrofitNeedles)]
 
     # The random model does no task, so the others are not asked.
+    chosen = needles("--needle-tasks", "tracking,multi-key")
+    assert [r.task for r in chosen] == ["tracking", "multi-key"]
     assert [r.routing for r in needles()] == ["dense"] * 5
     report = (out / "report.md").read_text()
     assert "## Needles" in report and "does not count" in report and "no task counts" in report
@@ -233,6 +235,15 @@ def test_evaluate_compares_with_windows_and_makes_nothing_twice(base, retrofitte
     dense = [r.loss for r in found if r.routing == "dense"]
     assert [r.loss for r in more[:2]] == pytest.approx(dense)
 
+    # The second document alone is another text: its records stand beside the others.
+    other = ("--documents", "1", "--skip-documents", "1", "--routing", "dense", "--timing", "0")
+    fresh = run(*arguments, *other)
+    assert fresh.exit_code == 0, fresh.output
+    newest = read_records(out / "evaluations" / "retrofit.jsonl")[-1]
+    both = next(r for r in found if (r.length, r.routing) == (100, "dense"))
+    assert newest.length == 100
+    assert newest.window_losses == pytest.approx(both.window_losses[1:])
+
 
 def test_a_folder_of_runs_has_one_report(retrofitted, tmp_path):
     for name in ("one", "two"):
@@ -247,6 +258,10 @@ def test_a_folder_of_runs_has_one_report(retrofitted, tmp_path):
     ("change", "code", "message"),
     [
         (("--documents", "9"), 1, "has 3 documents of at least 101 tokens, and 9 are needed"),
+        (("--documents", "2", "--skip-documents", "2"), 1, "and 4 are needed"),
+        (("--skip-documents", "1"), 2, "--skip-documents 1 needs --documents"),
+        (("--needle-tasks", "single"), 2, "--needle-tasks single needs --needles"),
+        (("--needles", "1", "--needle-tasks", "far"), 2, "--needle-tasks must be some of single"),
         (("--documents", "1", "--tokens", "100"), 2, "give one"),
         (("--baseline-windows", "far"), 2, "--baseline-windows takes numbers"),
         (("--routing", "hard"), 2, "routing must be some of"),

@@ -64,6 +64,8 @@ def test_the_score_is_the_share_of_the_expected_words():
     assert score(" 12345, 777.", ("12345", "777")) == 1
     assert score(" 12345 and 77", ("12345", "777")) == 0.5
     assert score("123456", ("12345",)) == 0
+    assert score(' "stone", "stone", and "glass"', ("tiger", "stone", "heart")) == 1 / 3
+    assert score(" VAR ABC, (DEF)!", ("ABC", "DEF")) == 1
 
 
 @pytest.mark.parametrize("routing", ["dense", "sparse"])

@@ -52,10 +52,12 @@ def evaluate_folder(
     data: Path | None = None,
     tokens: int | None = None,
     documents: int | None = None,
+    skip_documents: int = 0,
     windows: Sequence[int] = (),
     rounds: int = ROUNDS,
     speed_lengths: Sequence[int] = (),
     needles: int = 0,
+    needle_tasks: Sequence[str] = TASKS,
     force: bool = False,
     progress: bool = True,
 ) -> list[Record]:
@@ -64,9 +66,10 @@ def evaluate_folder(
     lengths: "2x" of the length of training, or tokens. data: text or a dataset, by default what
     the routers were trained with, whose first windows they did not see. tokens: predicted at the
     longest length, by default those of the validation windows. documents: read the beginnings of so
-    many documents that are long enough instead. windows: reaches of fixed windows to compare with.
-    rounds: of timing; 0: none. speed_lengths: more prompts to time, beyond the model's context too.
-    needles: texts per task of finding what was read; 0: none.
+    many documents that are long enough instead, without the first `skip_documents` of them.
+    windows: reaches of fixed windows to compare with. rounds: of timing; 0: none. speed_lengths:
+    more prompts to time, beyond the model's context too. needles: texts for each of `needle_tasks`;
+    0: none.
     """
     notes = read_description(folder)["notes"]
     settings = RetrofitSettings.from_dict(notes.get("settings", {}))
@@ -75,6 +78,11 @@ def evaluate_folder(
         raise ValueError(f"{folder} does not say which text it was trained with; give --data")
     if tokens is not None and documents is not None:
         raise ValueError("--tokens and --documents both say how much is read; give one")
+    if skip_documents and documents is None:
+        raise ValueError(f"--skip-documents {skip_documents} needs --documents")
+    unknown = [task for task in needle_tasks if task not in TASKS]
+    if unknown:
+        raise ValueError(f"--needle-tasks must be some of {', '.join(TASKS)}, got {unknown}")
     sizes = parse_lengths(lengths, settings.length)
     chosen = ROUTINGS if routings is None else tuple(routings)
     unknown = [routing for routing in chosen if routing not in ROUTINGS]
@@ -85,7 +93,9 @@ def evaluate_folder(
     longest = max(sizes) + 1
     options = {"text_field": notes.get("text_field", "text")}
     if documents is not None:
-        text = read_beginnings(sources, attached.tokenizer, longest, documents, **options)
+        text = read_beginnings(
+            sources, attached.tokenizer, longest, documents, skip=skip_documents, **options
+        )
     else:
         number = settings.valid_windows if tokens is None else max(tokens // (longest - 1), 1)
         found = read_windows(sources, attached.tokenizer, longest, train=0, valid=number, **options)
@@ -93,7 +103,7 @@ def evaluate_folder(
     evaluator = Evaluator(attached, folder, text, sizes, progress, force=force)
     evaluator.routings(chosen)
     evaluator.speed(rounds, speed_lengths)
-    evaluator.needles(needles)
+    evaluator.needles(needles, needle_tasks)
     # Last: they take the routers off.
     evaluator.windows(windows)
     evaluator.needles_of_windows(needles)
@@ -171,12 +181,12 @@ class Evaluator:
                 text = self.text[0].repeat(length // self.text.shape[1] + 1)
                 self._keep(time_retrofit(self.attached, text, [length], rounds=rounds, **names))
 
-    def needles(self, contexts: int) -> None:
-        """All tasks of the dense model, at every length; sparse only those that it can do."""
+    def needles(self, contexts: int, tasks: Sequence[str] = TASKS) -> None:
+        """`tasks` of the dense model, at every length; sparse only those that it can do."""
         for routing in (DENSE, "sparse") if contexts else ():
             self.attached.set_routing(routing)
             for length in self.lengths:
-                self._find_needles(self.attached, length, contexts, routing)
+                self._find_needles(self.attached, length, contexts, routing, tasks=tasks)
 
     def needles_of_windows(self, contexts: int) -> None:
         """A fixed window that reads as many pairs as the routers did, on the same tasks."""
@@ -190,10 +200,17 @@ class Evaluator:
                 self._find_needles(window, length, contexts, WINDOW, reach)
 
     def _find_needles(
-        self, attached: Retrofit, length: int, contexts: int, routing: str, reach: int | None = None
+        self,
+        attached: Retrofit,
+        length: int,
+        contexts: int,
+        routing: str,
+        reach: int | None = None,
+        tasks: Sequence[str] = TASKS,
     ) -> None:
-        dense = self._needles(length, DENSE, contexts)
-        tasks = TASKS if routing == DENSE else [r.task for r in dense if r.is_solved]
+        if routing != DENSE:
+            solved = [r.task for r in self._needles(length, DENSE, contexts) if r.is_solved]
+            tasks = [task for task in tasks if task in solved]
         there = {r.task for r in self._needles(length, routing, contexts) if r.reach == reach}
         missing = [task for task in tasks if task not in there]
         label = f"{self.name}: needles in {length} tokens, {routing}"

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import random
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import cycle, pairwise
@@ -182,7 +183,7 @@ def context_tokens(context: Context, tokenizer: Any, length: int) -> list[int]:
 
 def score(answer: str, expected: Sequence[str]) -> float:
     """The share of the expected words that the answer has."""
-    found = answer.replace(",", " ").replace(".", " ").split()
+    found = set(re.findall(r"\w+", answer))
     return sum(word in found for word in expected) / len(expected)
 
 

@@ -75,20 +75,26 @@ def read_windows(
 
 
 def read_beginnings(
-    sources: Sequence[str], tokenizer: Any, length: int, number: int, *, text_field: str = "text"
+    sources: Sequence[str],
+    tokenizer: Any,
+    length: int,
+    number: int,
+    *,
+    skip: int = 0,
+    text_field: str = "text",
 ) -> Tensor:
-    """The first `length` tokens of each of the first `number` documents that have as many."""
+    """The first `length` tokens of `number` documents that have as many, after the first `skip`."""
     if tokenizer is None:
         raise DataError("text needs the model's tokenizer, and it has none")
     found = []
     for tokens in _token_documents(sources, tokenizer, text_field, end=False):
         if len(tokens) >= length:
             found.append(tokens[:length])
-        if len(found) == number:
-            return torch.from_numpy(np.stack(found))
+        if len(found) == skip + number:
+            return torch.from_numpy(np.stack(found[skip:]))
     raise DataError(
         f"{', '.join(sources)} has {len(found)} documents of at least {length} tokens, and "
-        f"{number} are needed; give more text, fewer documents or a smaller length"
+        f"{skip + number} are needed; give more text, fewer documents or a smaller length"
     )
 
 
