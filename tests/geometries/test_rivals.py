@@ -171,6 +171,9 @@ def test_gemma3_has_the_masks_of_transformers():
     for layer, has_window in enumerate(windowed):
         geometry = AttentionConfig(geometry="gemma3").build(SHAPE._replace(layer=layer))
         assert (geometry.window is not None) == has_window, layer
+    few = [SHAPE._replace(layer=layer, num_layers=4) for layer in range(4)]
+    windows = [AttentionConfig(geometry="gemma3").build(shape).window for shape in few]
+    assert windows == [2, 2, 2, None]
     mask = torch.tensor(keys).bool()
     v = known_answers.long_heads()[2]
     scores = known_answers.causal_scores().masked_fill(~mask, -torch.inf)

@@ -88,10 +88,11 @@ def regime_letters(names: Sequence[str]) -> list[str]:
 
 
 class PairTally:
-    """Pairs of the support and causal pairs, layer by layer; empty where all pairs are read."""
+    """Pairs of the support and causal pairs, layer by layer; empty where all layers read all."""
 
     def __init__(self):
         self._counts: dict[int, tuple[float, int]] = {}
+        self._num_layers = 0
 
     def add(
         self,
@@ -102,6 +103,7 @@ class PairTally:
         segment_ids: Tensor | None = None,
     ) -> None:
         """Counts a batch of so many rows of tokens, while they execute `routing`."""
+        self._num_layers = len(geometries)
         for layer, geometry in enumerate(geometries):
             counted = geometry.acting.count_pairs(
                 shape,
@@ -115,7 +117,11 @@ class PairTally:
 
     @property
     def layer_density(self) -> list[float]:
-        return [inside / causal for _, (inside, causal) in sorted(self._counts.items())]
+        if not self._counts:
+            return []
+        # A layer that is not counted reads everything.
+        counts = [self._counts.get(layer, (1, 1)) for layer in range(self._num_layers)]
+        return [inside / causal for inside, causal in counts]
 
     @property
     def density(self) -> float:

@@ -47,6 +47,8 @@ class HeadShape(NamedTuple):
     """The index of the layer, from 0."""
     hidden_size: int = 0
     """C of `hidden`, for geometries that read it."""
+    num_layers: int | None = None
+    """Of the model, for patterns over layers; None: enough for any."""
 
 
 class ParameterPart(NamedTuple):

@@ -75,11 +75,12 @@ class Gemma3(LayerWindow):
         window: float = setting(1 / 4, above=0)
         """Window of the layers that have one, as a share of the training length N."""
         every: int = setting(6, least=1)
-        """The last of every so many layers reads everything."""
+        """The last of every so many layers reads everything; in a model with fewer, its last."""
 
     @property
     def window(self) -> float | None:
-        full = (self.shape.layer + 1) % self.own.every == 0
+        every = min(self.own.every, self.shape.num_layers or self.own.every)
+        full = (self.shape.layer + 1) % every == 0
         return None if full else self.tokens(self.own.window)
 
 

@@ -56,4 +56,5 @@ class ModelConfig:
     def head_shape(self) -> HeadShape:
         """What a geometry needs to know of the model."""
         heads = (self.num_heads, self.num_kv_heads, self.head_dim)
-        return HeadShape(*heads, self.max_length, hidden_size=self.hidden_size)
+        sizes = {"hidden_size": self.hidden_size, "num_layers": self.num_layers}
+        return HeadShape(*heads, self.max_length, **sizes)
