@@ -75,8 +75,14 @@ def test_an_adapter_and_its_base_model_side_by_side(adapter, monkeypatch):
     base = read_description(adapter)["base"]["source"]
     named = generate(base, "--adapter", adapter, "--prompt", "text", "--max-new-tokens", 1)
     assert named.exit_code == 0, named.output
+    narrow = generate(adapter, "--prompt", "text", "--max-new-tokens", 2, "--dtype", "bfloat16")
+    assert narrow.exit_code == 0, narrow.output
+    held = open_source(adapter, dtype="bfloat16").reader
+    assert held.attached.model.dtype == torch.bfloat16
+    assert all(p.dtype == torch.float32 for p in held.attached.parameters())
     for arguments, message in (
         ((), "name a model's folder, or a ready adapter"),
+        (("--adapter", adapter, "--dtype", "int4"), "dtype must be one of float32, bfloat16"),
         (("--adapter", adapter, "--step", 3), "--step is only for run folders"),
     ):
         wrong = generate(*arguments, "--prompt", "x")

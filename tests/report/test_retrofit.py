@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from matplotlib.text import Text
 
-from mosar.records import RetrofitEvaluation, append_record
+from mosar.records import Measurement, RetrofitEvaluation, RetrofitSpeed, append_record
 from mosar.report.figures import draw_frontier
 from mosar.report.retrofit import FrontierPoint, frontier, gap_at, load_run, write_retrofit_report
 
@@ -100,6 +100,31 @@ def test_the_report_has_the_density_law_of_three_lengths(tmp_path):
     assert "| one | 1,000 to 4,000 | 100.0 | 0.1000 | 0.0 % | 0.1061 | 0.1015 |" in report
     write_run(tmp_path / "two", "a", [DENSE, *sparse[:2]])
     assert "density law" not in write_retrofit_report(tmp_path / "two").read_text()
+
+
+def test_the_report_says_from_which_length_routing_saves_time(tmp_path):
+    def timed(length, prefill, decode, **setting):
+        times = {
+            name: {
+                routing: Measurement(samples_ms=(ms,))
+                for routing, ms in (("dense", 100.0 * speedup), ("sparse", 100.0))
+            }
+            for name, speedup in (("prefill", prefill), ("decode", decode))
+        }
+        held = {"dense": 4 << 20, "sparse": 1 << 20}
+        values = {"length": length, "cache_bytes": held, **times, **setting}
+        return RetrofitSpeed(base="m", adapter="a", **values)
+
+    one = [timed(1024, 0.5, 0.9), timed(4096, 2.0, 0.95)]
+    write_run(tmp_path / "run", "a", [DENSE, *one])
+    report = write_retrofit_report(tmp_path / "run").read_text()
+    assert "saves time: prefill from about 2,000 tokens; decode at none of these." in report
+    assert "| prompts |" not in report
+    for record in (timed(length, 1.5, 1.2, batch=4, dtype="bfloat16") for length in (512, 1024)):
+        append_record(tmp_path / "run/evaluations/retrofit.jsonl", record)
+    report = write_retrofit_report(tmp_path / "run").read_text()
+    assert "| 4,096 | 1 | float32 |" in report and "| 512 | 4 | bfloat16 |" in report
+    assert "(4 prompts, bfloat16): prefill at all of these; decode at all of these." in report
 
 
 def test_layers_without_routers_keep_their_numbers(tmp_path):

@@ -107,6 +107,21 @@ def evaluate(
             "context.",
         ),
     ] = None,
+    speed_batch: Annotated[
+        str | None,
+        Option(
+            metavar="PROMPTS",
+            help="Retrofitted models: numbers of prompts to time side by side, like 1,4; by "
+            "default 1.",
+        ),
+    ] = None,
+    speed_dtype: Annotated[
+        str | None,
+        Option(
+            help="Retrofitted models: weights to time, float32 (the default), bfloat16, or auto: "
+            "bfloat16 if this CPU has instructions for it."
+        ),
+    ] = None,
     needles: Annotated[
         int | None,
         Option(
@@ -168,6 +183,8 @@ def evaluate(
         "--timing": timing,
         "--needles": needles,
         "--speed-lengths": speed_lengths,
+        "--speed-batch": speed_batch,
+        "--speed-dtype": speed_dtype,
     }
     if is_retrofitted(run):
         _refuse(of_runs | {"--mode": mode}, "is for runs of mosar train, and this was retrofitted")
@@ -180,6 +197,10 @@ def evaluate(
             asked["needle_tasks"] = listed(needle_tasks)
         if speed_lengths is not None:
             asked["speed_lengths"] = numbers("--speed-lengths", speed_lengths)
+        if speed_batch is not None:
+            asked["speed_batches"] = numbers("--speed-batch", speed_batch)
+        if speed_dtype is not None:
+            asked["speed_dtype"] = speed_dtype
         records = _evaluate_retrofit(run, baseline_windows, timing, asked)
     else:
         _refuse(of_retrofits, "is for retrofitted models")

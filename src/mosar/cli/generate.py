@@ -54,6 +54,13 @@ def generate(
             "again); variants without routers have only native."
         ),
     ] = None,
+    dtype: Annotated[
+        str | None,
+        Option(
+            help="Retrofitted models: float32 (the default), bfloat16, or auto: bfloat16 if this "
+            "CPU has instructions for it."
+        ),
+    ] = None,
     step: Step = None,
     data: MovedData = None,
     echo: Annotated[bool, Option("--echo", help="Show the prompt too.")] = False,
@@ -89,7 +96,7 @@ def generate(
     if prompt is None and not compare:
         raise ValueError("--prompt is missing: the text to continue")
     text = None if prompt is None else _read_prompt(prompt)
-    source = open_source(model, adapter=adapter, routing=routing, step=step, data=data)
+    source = open_source(model, adapter=adapter, routing=routing, step=step, data=data, dtype=dtype)
     tokens = _long_prompt(source) if text is None else source.encode(text)
     if not tokens and source.end_of_text is None:
         raise ValueError("--prompt must not be empty: the model has no token that begins a text")

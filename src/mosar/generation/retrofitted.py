@@ -23,11 +23,13 @@ from mosar.model.label_log import LabelLog
 DENSE = "dense"
 
 
-def open_retrofitted(adapter: Path | str, routing: str | None, base: str | None = None) -> Source:
+def open_retrofitted(
+    adapter: Path | str, routing: str | None, base: str | None = None, *, dtype: str = "float32"
+) -> Source:
     """The model of an adapter, a folder or a ready one's name, with its routers.
 
     routing: by default sparse, "dense" is the base model. base: where to load that from, by default
-    from where it came from.
+    from where it came from. dtype: of its weights; "auto": bfloat16 where the CPU multiplies in it.
     """
     known = (DENSE, *ROUTINGS)
     chosen = "sparse" if routing is None else routing
@@ -35,8 +37,10 @@ def open_retrofitted(adapter: Path | str, routing: str | None, base: str | None 
         raise ValueError(f"routing must be one of {', '.join(known)}; got {chosen!r}")
     with needing("transformers", f"a retrofitted model needs transformers: {install_line('hf')}"):
         from mosar.integrations.retrofit import load_retrofitted
+        from mosar.integrations.retrofit.base_model import weights_dtype
+    weights = weights_dtype(dtype)
     try:
-        attached = load_retrofitted(adapter, base)
+        attached = load_retrofitted(adapter, base, dtype=weights)
     except OSError as error:
         raise ModelError(" ".join(str(error).split())) from None
     tokenizer = attached.tokenizer

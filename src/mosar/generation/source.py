@@ -40,23 +40,27 @@ def open_source(
     routing: str | None = None,
     step: int | None = None,
     data: Path | None = None,
+    dtype: str | None = None,
 ) -> Source:
     """The model in `folder`, which may be any of the three kinds; a ModelError says why not.
 
     adapter: routers in a folder of their own, or the name of ready ones; `folder` is then their
     base model, None: the one they name. routing: by default sparse where there are routers. step
     and data are for run folders: which checkpoint, and where the dataset (it has the tokenizer)
-    lies now.
+    lies now. dtype is for retrofitted models: that of the weights, by default float32.
     """
     if adapter is not None:
         _refuse_run_options(step, data, adapter)
         from mosar.generation.retrofitted import open_retrofitted
 
-        return open_retrofitted(adapter, routing, None if folder is None else str(folder))
+        base = None if folder is None else str(folder)
+        return open_retrofitted(adapter, routing, base, dtype=dtype or "float32")
     if folder is None:
         raise ValueError("name a model's folder, or a ready adapter with --adapter")
     check_folder(folder, "folder", "mosar train, export or retrofit")
     retrofitted = (folder / ADAPTER).exists()
+    if dtype is not None and not retrofitted:
+        raise ValueError(f"--dtype {dtype} is for retrofitted models, and {folder} holds none")
     values = {} if retrofitted else _read_config(folder)
     # A run folder's configuration carries its schema, those of transformers a model_type.
     if "schema" in values:
@@ -65,7 +69,7 @@ def open_source(
     if retrofitted:
         from mosar.generation.retrofitted import open_retrofitted
 
-        return open_retrofitted(folder, routing)
+        return open_retrofitted(folder, routing, dtype=dtype or "float32")
     if values.get("model_type") == "mosar":
         return _open_exported(folder, routing)
     raise ModelError(

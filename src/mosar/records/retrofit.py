@@ -73,12 +73,21 @@ class RetrofitSpeed(Record):
     adapter: str
     length: int
     """Number of tokens in the prompt."""
+    batch: int | None = None
+    """Number of prompts side by side; None, in older records: one."""
+    dtype: str | None = None
+    """Of the model's weights; None, in older records: float32."""
     prefill: dict[str, Measurement]
-    """By routing, "dense" and "sparse"; milliseconds per prompt, without logits."""
+    """By routing, "dense" and "sparse"; milliseconds for all prompts, without logits."""
     decode: dict[str, Measurement]
-    """Milliseconds per token, with logits."""
+    """Milliseconds per token of every text, with logits."""
     cache_bytes: dict[str, int]
-    """Memory of the cache after the prompt, by routing."""
+    """Memory of the cache after the prompts, by routing."""
+
+    @property
+    def setting(self) -> tuple[int, str, int]:
+        """What was timed: prompts side by side, the weights' dtype, the length."""
+        return self.batch or 1, self.dtype or "float32", self.length
 
     @property
     def prefill_speedup(self) -> float | None:

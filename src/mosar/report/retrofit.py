@@ -17,6 +17,7 @@ from typing import Any
 from mosar.errors import DamagedFile
 from mosar.files import parse_json, unsealed
 from mosar.records import RetrofitEvaluation, RetrofitNeedles, RetrofitSpeed, read_records
+from mosar.report.curves import break_even
 from mosar.report.density_law import PREDICTED, fit_density_law, law_cells
 from mosar.report.markup import markdown
 
@@ -74,7 +75,7 @@ def load_run(folder: Path) -> RetrofittedRun:
         if record.text == text and record.adapter in ("", adapter):
             key = record.length, _ORDER.index(record.routing), record.regimes.get("S", 0.0)
             newest[key] = record
-    speeds = {r.length: r for r in found if isinstance(r, RetrofitSpeed) and r.adapter == adapter}
+    speeds = {r.setting: r for r in found if isinstance(r, RetrofitSpeed) and r.adapter == adapter}
     needles = {
         (r.length, r.task, r.routing): r
         for r in found
@@ -84,7 +85,7 @@ def load_run(folder: Path) -> RetrofittedRun:
         folder.resolve().name,
         description,
         tuple(newest[key] for key in sorted(newest)),
-        tuple(speeds[length] for length in sorted(speeds)),
+        tuple(speeds[setting] for setting in sorted(speeds)),
         tuple(needles.values()),
     )
 
@@ -268,22 +269,55 @@ def _speed(runs: Sequence[RetrofittedRun]) -> str:
     if not any(run.speeds for run in runs):
         return ""
     several = len(runs) > 1
-    rounds = len(next(s for run in runs for s in run.speeds).prefill["dense"].samples_ms)
+    timed = [row for run in runs for row in run.speeds]
+    rounds = len(timed[0].prefill["dense"].samples_ms)
+    # Whatever is the same in all rows is not a column.
+    varied = len({row.setting[:2] for row in timed}) > 1
+    columns = (("run",) if several else ()) + (("prompts", "weights") if varied else ())
     lines = [
         "## Prefill, decoding and cache\n",
         "The whole model with its cache: seconds of a prompt without logits, then milliseconds a "
         f"token. The quickest of {rounds}, dense and sparse in turn; bytes after the prompt.\n",
-        f"| length |{' run |' if several else ''} prefill dense, s | sparse, s | speed-up "
-        "| decode dense, ms | sparse, ms | speed-up | cache dense, MiB | sparse, MiB | share |",
-        "|---:|" + ("---|" if several else "") + "---:|" * 9,
+        f"| length |{''.join(f' {column} |' for column in columns)} prefill dense, s | sparse, s "
+        "| speed-up | decode dense, ms | sparse, ms | speed-up | cache dense, MiB | sparse, MiB "
+        "| share |",
+        "|---:|" + "---|" * len(columns) + "---:|" * 9,
     ]
     for run in runs:
         for row in run.speeds:
-            lines.append(_speed_row(row, run.name if several else None))
-    return "\n".join(lines) + "\n"
+            lines.append(_speed_row(row, run.name if several else None, varied))
+    found = [line for run in runs for line in _break_even(run, several, varied)]
+    return "\n".join([*lines, *([""] if found else []), *found]) + "\n"
 
 
-def _speed_row(row: RetrofitSpeed, name: str | None) -> str:
+def _break_even(run: RetrofittedRun, several: bool, varied: bool) -> list[str]:
+    """From which length on routing saves time, where at least two lengths were timed."""
+    lines = []
+    for batch, dtype in dict.fromkeys(row.setting[:2] for row in run.speeds):
+        rows = [row for row in run.speeds if row.setting[:2] == (batch, dtype)]
+        if len(rows) < 2:
+            continue
+        lengths = [row.length for row in rows]
+        parts = [
+            _pays(work, lengths, [getattr(row, f"{work}_speedup") or 1.0 for row in rows])
+            for work in ("prefill", "decode")
+        ]
+        of = f" of {markdown(run.name)}" if several else ""
+        how = f" ({batch} prompts, {dtype})" if varied else ""
+        lines.append(f"- From which length routing saves time{of}{how}: {'; '.join(parts)}.")
+    return lines
+
+
+def _pays(work: str, lengths: Sequence[int], speedups: Sequence[float]) -> str:
+    start = break_even(lengths, speedups)
+    if start is None:
+        return f"{work} at none of these"
+    if start == lengths[0]:
+        return f"{work} at all of these"
+    return f"{work} from about {float(f'{start:.2g}'):,.0f} tokens"
+
+
+def _speed_row(row: RetrofitSpeed, name: str | None, varied: bool) -> str:
     prefill, decode = (
         [times[routing].min_ms or math.nan for routing in ("dense", "sparse")]
         for times in (row.prefill, row.decode)
@@ -292,6 +326,7 @@ def _speed_row(row: RetrofitSpeed, name: str | None) -> str:
     cells = [
         f"{row.length:,}",
         *([] if name is None else [markdown(name)]),
+        *([str(row.setting[0]), row.setting[1]] if varied else []),
         *(f"{ms / 1e3:.2f}" for ms in prefill),
         f"{prefill[0] / prefill[1]:.2f}×",
         *(f"{ms:.1f}" for ms in decode),

@@ -35,17 +35,21 @@ def autocast(train: TrainConfig) -> AbstractContextManager[object]:
 def check_precision(train: TrainConfig) -> None:
     """A TrainingError if bfloat16 would kill the process."""
     if train.precision == "bf16" and torch.device(train.device).type == "cpu":
-        _check_cpu_bfloat16()
+        check_cpu_bfloat16("train.precision=fp32")
+
+
+def check_cpu_bfloat16(instead: str) -> None:
+    """A TrainingError if bfloat16 would kill the process; `instead`: the setting that avoids it."""
+    if not _survives_bfloat16():
+        raise TrainingError(
+            "bfloat16 crashes on this machine, which reports CPU instructions that it does not "
+            f"have; set ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 or {instead}"
+        )
 
 
 @lru_cache(maxsize=1)
-def _check_cpu_bfloat16() -> None:
+def _survives_bfloat16() -> bool:
     # Some virtual machines report AMX and kill a process that uses it, so try in another process.
     # -P: do not run a torch.py in the working directory.
     code = "import torch; a = torch.ones(64, 64, dtype=torch.bfloat16); a @ a"
-    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True)
-    if done.returncode < 0:
-        raise TrainingError(
-            "bfloat16 crashes on this machine, which reports CPU instructions that it does not "
-            "have; set ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 or train.precision=fp32"
-        )
+    return subprocess.run([sys.executable, "-P", "-c", code], capture_output=True).returncode >= 0

@@ -23,6 +23,7 @@ from integrations.retrofit.models import (
 from mosar import mosar_attention, top1_routing
 from mosar.errors import ModelError
 from mosar.integrations.retrofit import default_config, retrofit
+from mosar.integrations.retrofit.base_model import weights_dtype
 from mosar.integrations.retrofit.hf_attention import ATTRIBUTE
 
 ROUTINGS = ("soft", "top1", "sparse")
@@ -338,3 +339,10 @@ def test_wrong_groups_and_routings_are_refused():
     attached.set_routing("sparse")
     with pytest.raises(ModelError, match=r"attention_mask must be \[batch, tokens\]"):
         model(input_ids=tokens(1, 4), attention_mask=torch.ones(1, 1, 4, 4))
+
+
+@pytest.mark.parametrize("feature, has_it", [("amx_bf16", True), ("avx512_f", False)])
+def test_the_automatic_dtype_is_what_the_cpu_multiplies_in(monkeypatch, feature, has_it):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {feature: True}, raising=False)
+    assert weights_dtype("auto") == (torch.bfloat16 if has_it else torch.float32)
+    assert weights_dtype("float32") == torch.float32

@@ -173,6 +173,32 @@ def test_evaluate_times_prompts_beyond_the_context(retrofitted, tmp_path):
     assert speeds[-1].cache_bytes["dense"] == 2 * 2 * 8 * 2 * 600 * 4
 
 
+def test_evaluate_times_batches_and_bfloat16(retrofitted, tmp_path):
+    out = tmp_path / "copy"
+    shutil.copytree(retrofitted[0], out)
+    more = ("--lengths", "48", "--routing", "sparse", "--timing", "1", "--no-progress")
+    arguments = ("evaluate", out, *more, "--speed-batch", "1,3", "--speed-dtype", "bfloat16")
+    for _ in range(2):
+        result = run(*arguments)
+        assert result.exit_code == 0, result.output
+        found = read_records(out / "evaluations" / "retrofit.jsonl")
+        speeds = [r for r in found if isinstance(r, RetrofitSpeed)]
+        assert [speed.setting for speed in speeds] == [
+            *((1, "float32", 95), (1, "bfloat16", 48), (3, "bfloat16", 48)),
+        ]
+    # Keys and values of three prompts take two bytes a number; those of one took four.
+    assert speeds[2].cache_bytes["dense"] == 3 * speeds[1].cache_bytes["dense"]
+    assert speeds[1].cache_bytes["dense"] == 2 * 2 * 8 * 2 * 48 * 2
+    report = (out / "report.md").read_text()
+    assert "| 48 | 3 | bfloat16 |" in report and "| 95 | 1 | float32 |" in report
+    for wrong, message in (("float8", "dtype must be one of float32"), ("auto", None)):
+        result = run("evaluate", out, *more, "--speed-dtype", wrong)
+        assert (result.exit_code != 0) == (message is not None)
+        assert message is None or message in result.stderr
+    result = run("evaluate", out, *more, "--speed-batch", "0")
+    assert result.exit_code != 0 and "--speed-batch must be positive" in result.stderr
+
+
 def test_evaluate_finds_needles_and_makes_nothing_twice(retrofitted, tmp_path, monkeypatch):
     out = tmp_path / "copy"
     shutil.copytree(retrofitted[0], out)

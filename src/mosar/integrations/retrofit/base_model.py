@@ -14,8 +14,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from mosar.errors import ModelError
 from mosar.integrations.quiet import quiet
 from mosar.lazy import install_line, pip_line
+from mosar.training.precision import check_cpu_bfloat16
 
 _PYPI = "pypi:"
+WEIGHTS = ("float32", "bfloat16", "auto")
+"""Names for the dtype of a base model's weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +60,21 @@ def weights_checksum(model: PreTrainedModel) -> str:
         values = parameter.detach().cpu().to(torch.bfloat16).contiguous()
         digest.update(values.view(torch.int16).numpy().data)
     return digest.hexdigest()
+
+
+def weights_dtype(name: str) -> torch.dtype:
+    """The dtype of a name in `WEIGHTS`; "auto": bfloat16 where the CPU multiplies in it."""
+    if name not in WEIGHTS:
+        raise ValueError(f"the dtype must be one of {', '.join(WEIGHTS)}; got {name!r}")
+    if name == "auto":
+        # torch before 2.12 does not say.
+        found = getattr(torch.cpu, "get_capabilities", dict)()
+        multiplies = any(there for feature, there in found.items() if "bf16" in feature)
+        name = "bfloat16" if multiplies else "float32"
+    if name == "float32":
+        return torch.float32
+    check_cpu_bfloat16("the dtype float32")
+    return torch.bfloat16
 
 
 def context_length(model: PreTrainedModel) -> int | None:

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from torch import Tensor
 
@@ -17,7 +18,7 @@ from mosar.evaluation.choices import parse_lengths
 from mosar.evaluation.progress import length_progress
 from mosar.integrations.retrofit.adapter import load_retrofitted, read_description
 from mosar.integrations.retrofit.attach import DENSE, Retrofit
-from mosar.integrations.retrofit.base_model import context_length
+from mosar.integrations.retrofit.base_model import context_length, weights_dtype
 from mosar.integrations.retrofit.config import RetrofitSettings
 from mosar.integrations.retrofit.evaluate import (
     ROUTINGS,
@@ -56,6 +57,8 @@ def evaluate_folder(
     windows: Sequence[int] = (),
     rounds: int = ROUNDS,
     speed_lengths: Sequence[int] = (),
+    speed_batches: Sequence[int] = (1,),
+    speed_dtype: str = "float32",
     needles: int = 0,
     needle_tasks: Sequence[str] = TASKS,
     force: bool = False,
@@ -68,8 +71,9 @@ def evaluate_folder(
     longest length, by default those of the validation windows. documents: read the beginnings of so
     many documents that are long enough instead, without the first `skip_documents` of them.
     windows: reaches of fixed windows to compare with. rounds: of timing; 0: none. speed_lengths:
-    more prompts to time, beyond the model's context too. needles: texts for each of `needle_tasks`;
-    0: none.
+    more prompts to time, beyond the model's context too. speed_batches: prompts that are timed side
+    by side. speed_dtype: of the weights that are timed, a name in `WEIGHTS`. needles: texts for
+    each of `needle_tasks`; 0: none.
     """
     notes = read_description(folder)["notes"]
     settings = RetrofitSettings.from_dict(notes.get("settings", {}))
@@ -88,6 +92,9 @@ def evaluate_folder(
     unknown = [routing for routing in chosen if routing not in ROUTINGS]
     if unknown:
         raise ValueError(f"routing must be some of {', '.join(ROUTINGS)}, got {unknown}")
+    if not speed_batches or min(speed_batches) < 1:
+        raise ValueError(f"--speed-batch must be positive numbers, got {list(speed_batches)}")
+    timed = weights_dtype(speed_dtype)
     attached = load_retrofitted(folder)
     sizes = _within_context(attached, sizes)
     longest = max(sizes) + 1
@@ -102,7 +109,7 @@ def evaluate_folder(
         text = found.valid
     evaluator = Evaluator(attached, folder, text, sizes, progress, force=force)
     evaluator.routings(chosen)
-    evaluator.speed(rounds, speed_lengths)
+    evaluator.speed(rounds, speed_lengths, speed_batches, timed)
     evaluator.needles(needles, needle_tasks)
     # Last: they take the routers off.
     evaluator.windows(windows)
@@ -128,7 +135,7 @@ class Evaluator:
         source = description["base"]["source"]
         self.base = Path(source).name if Path(source).exists() else source
         self.adapter = description["weights_sha256"]
-        self.name, self.file = folder.name, folder / RECORDS
+        self.folder, self.name, self.file = folder, folder.name, folder / RECORDS
         self.file.parent.mkdir(exist_ok=True)
         self.known = [] if force or not self.file.exists() else read_records(self.file)
         self.made: list[Record] = []
@@ -168,18 +175,34 @@ class Evaluator:
                         )
                     )
 
-    def speed(self, rounds: int, more: Sequence[int] = ()) -> None:
+    def speed(
+        self,
+        rounds: int,
+        more: Sequence[int] = (),
+        batches: Sequence[int] = (1,),
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         """At the lengths of the evaluation and at `more`; the text begins again where it ends."""
         there = {
-            r.length
+            r.setting
             for r in self.known
             if isinstance(r, RetrofitSpeed) and r.adapter == self.adapter
         }
+        name = str(dtype).removeprefix("torch.")
+        lengths = sorted({*self.lengths, *more})
+        wanted = [(batch, name, length) for batch in batches for length in lengths]
+        missing = [setting for setting in wanted if setting not in there]
+        if not rounds or not missing:
+            return
+        model = self.attached
+        if dtype != model.model.dtype:
+            # Weights that were rounded once cannot be restored, so this is another copy.
+            model = load_retrofitted(self.folder, dtype=dtype)
         names = {"base": self.base, "adapter": self.adapter}
-        for length in sorted({*self.lengths, *more}):
-            if rounds and length not in there:
-                text = self.text[0].repeat(length // self.text.shape[1] + 1)
-                self._keep(time_retrofit(self.attached, text, [length], rounds=rounds, **names))
+        for batch, _, length in missing:
+            text = self.text[0].repeat(length // self.text.shape[1] + 1)
+            options = {"rounds": rounds, "batch": batch, **names}
+            self._keep(time_retrofit(model, text, [length], **options))
 
     def needles(self, contexts: int, tasks: Sequence[str] = TASKS) -> None:
         """`tasks` of the dense model, at every length; sparse only those that it can do."""

@@ -26,16 +26,19 @@ def time_retrofit(
     *,
     rounds: int = 3,
     steps: int = 16,
+    batch: int = 1,
     base: str = "",
     adapter: str = "",
 ) -> list[RetrofitSpeed]:
     """Times the model's own attention and sparse routing in turn, both with their caches.
 
-    window [longest + 1]: the text. A round is a prompt, then `steps` tokens one by one. base,
-    adapter: for the records. The routing is put back afterwards.
+    window [longest + 1]: the text; `batch` prompts are read side by side, each begins a little
+    later in it. A round is these prompts, then `steps` tokens one by one. base, adapter: for the
+    records. The routing is put back afterwards.
     """
     before, results = attached.routing, []
-    ids = window[None].to(attached.model.device)
+    shifts = [row * len(window) // batch for row in range(batch)]
+    ids = torch.stack([window.roll(-shift) for shift in shifts]).to(attached.model.device)
     try:
         for routing in _ROUTINGS:
             _round(attached, routing, ids[:, :_WARM_UP], 2)
@@ -53,6 +56,8 @@ def time_retrofit(
                     base=base,
                     adapter=adapter,
                     length=length,
+                    batch=batch,
+                    dtype=str(attached.model.dtype).removeprefix("torch."),
                     prefill={r: Measurement(samples_ms=tuple(t[0])) for r, t in taken.items()},
                     decode={r: Measurement(samples_ms=tuple(t[1])) for r, t in taken.items()},
                     cache_bytes=held,
