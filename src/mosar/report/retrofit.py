@@ -23,6 +23,8 @@ from mosar.report.markup import markdown
 
 DESCRIPTION, RECORDS = "adapter.json", "evaluations/retrofit.jsonl"
 REPORT, FIGURE = "report.md", "frontier.png"
+# The speed-up from which routing is worth it.
+_WORTH = 1.1
 _ORDER = ("dense", "soft", "top1", "sparse", "window")
 
 
@@ -291,30 +293,28 @@ def _speed(runs: Sequence[RetrofittedRun]) -> str:
 
 
 def _break_even(run: RetrofittedRun, several: bool, varied: bool) -> list[str]:
-    """From which length on routing saves time, where at least two lengths were timed."""
+    """From which length on routing pays, where at least two lengths were timed."""
     lines = []
     for batch, dtype in dict.fromkeys(row.setting[:2] for row in run.speeds):
         rows = [row for row in run.speeds if row.setting[:2] == (batch, dtype)]
         if len(rows) < 2:
             continue
         lengths = [row.length for row in rows]
-        parts = [
-            _pays(work, lengths, [getattr(row, f"{work}_speedup") or 1.0 for row in rows])
-            for work in ("prefill", "decode")
-        ]
-        of = f" of {markdown(run.name)}" if several else ""
-        how = f" ({batch} prompts, {dtype})" if varied else ""
-        lines.append(f"- From which length routing saves time{of}{how}: {'; '.join(parts)}.")
+        prefill = _pays(lengths, [row.prefill_speedup or 1.0 for row in rows])
+        decode = _pays(lengths, [row.decode_speedup or 1.0 for row in rows])
+        named = ([run.name] if several else []) + ([f"prompts: {batch}", dtype] if varied else [])
+        of = f" ({markdown(', '.join(named))})" if named else ""
+        lines.append(f"- At least a tenth faster{of}: prefill {prefill}, decoding {decode}.")
     return lines
 
 
-def _pays(work: str, lengths: Sequence[int], speedups: Sequence[float]) -> str:
-    start = break_even(lengths, speedups)
+def _pays(lengths: Sequence[int], speedups: Sequence[float]) -> str:
+    start = break_even(lengths, [speedup / _WORTH for speedup in speedups])
     if start is None:
-        return f"{work} at none of these"
+        return "at none of these lengths"
     if start == lengths[0]:
-        return f"{work} at all of these"
-    return f"{work} from about {float(f'{start:.2g}'):,.0f} tokens"
+        return "at all of these lengths"
+    return f"from about {float(f'{start:.2g}'):,.0f} tokens"
 
 
 def _speed_row(row: RetrofitSpeed, name: str | None, varied: bool) -> str:
