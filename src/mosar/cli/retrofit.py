@@ -79,7 +79,10 @@ def retrofit(
     ] = None,
     start_from: Annotated[
         Path | None,
-        Option(help="Start from the routers of another run; a new density then needs fewer steps."),
+        Option(
+            help="Start from the routers of another run, or of an included adapter like "
+            "smollm2-135m; a new density then needs fewer steps."
+        ),
     ] = None,
     estimate: Annotated[
         int | None,
@@ -222,8 +225,11 @@ def _check_paths(model: str, sources: list[str], start_from: Path | None) -> Non
     for source in sources:
         if not (Path(source) / MANIFEST).is_file():
             find_source(source)
-    if start_from is not None:
-        check_folder(start_from, "folder", "mosar retrofit")
+    if start_from is not None and not start_from.exists():
+        from mosar.integrations.retrofit.entry import ready_adapters
+
+        if str(start_from) not in ready_adapters():
+            check_folder(start_from, "folder", "mosar retrofit")
 
 
 def _settings_for(model: PreTrainedModel, named: dict[str, Any]) -> RetrofitSettings:

@@ -173,6 +173,16 @@ def test_evaluate_times_prompts_beyond_the_context(retrofitted, tmp_path):
     assert speeds[-1].cache_bytes["dense"] == 2 * 2 * 8 * 2 * 600 * 4
 
 
+def test_a_run_can_start_from_an_included_adapter(base, tmp_path):
+    arguments = ("retrofit", base / "model", "--data", base / "text.txt", "--out", tmp_path / "out")
+    found = run(*arguments, "--length", "96", "--steps", "0", "--start-from", "smollm2-135m")
+    # Its geometry is found, which has a routing group for each of three key/value heads.
+    assert found.exit_code == 2 and "key/value heads of layer 0, got 3" in found.stderr
+    absent = run(*arguments, "--steps", "0", "--start-from", "smollm2-999m")
+    assert absent.exit_code == 1 and "smollm2-999m" in absent.stderr
+    assert not (tmp_path / "out").exists()
+
+
 def test_evaluate_times_batches_and_bfloat16(retrofitted, tmp_path):
     out = tmp_path / "copy"
     shutil.copytree(retrofitted[0], out)
