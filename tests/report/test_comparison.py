@@ -219,6 +219,13 @@ def test_changes_are_compared_with_the_same_seed_unchanged(tmp_path):
     assert table.rows[0][2].text == "–"
     (line,) = change_chart(c, 1.0).series
     assert [p.text for p in line.points] == ["unchanged", "barrier=8.0", "composition=min"]
+    assert [row[-1].text for row in table.rows] == ["2", "2", "2"]
+    # A third seed of one change alone is not drawn beside the others.
+    more = Cell(variant="mosar", preset="small", seed=2, grid=grids[1])
+    write_cell(tmp_path, more)
+    c = Comparison(load_experiment(tmp_path))
+    assert [row[-1].text for row in change_table(c).rows] == ["2", "3", "2"]
+    assert change_chart(c, 1.0).series[0].points == line.points
     # Two values of an axis are rows of that table; they need no chart of their own.
     names = [item.name for item in all_items(make_sections(c)) if isinstance(item, Chart)]
     assert "changes_1x" in names and not any(name.startswith("grid_") for name in names)

@@ -344,7 +344,10 @@ def change_chart(c: Comparison, factor: float) -> Chart:
     series = []
     for variant, changes in c.changes.items():
         found = []
-        for change, cells in changes.items():
+        seeds = [{cell.seed for cell in cells} for cells in changes.values()]
+        shared = set.intersection(*seeds) or set.union(*seeds)
+        for change, every in changes.items():
+            cells = [cell for cell in every if cell.seed in shared]
             density, value = (
                 c.density_of(cells, factor),
                 c.along_axis(cells, factor, None, perplexity_of),
@@ -359,7 +362,8 @@ def change_chart(c: Comparison, factor: float) -> Chart:
     return Chart(
         name=f"changes_{factor:g}x",
         title=f"One change at a time, {times(factor)}",
-        caption="Each point is a variant with one setting changed. Left and low is better.",
+        caption="Each point is a variant with one setting changed, mean over the seeds that all "
+        "of them have. Left and low is better.",
         x_label="support density ρ",
         y_label="perplexity",
         x_log=True,

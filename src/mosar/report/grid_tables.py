@@ -22,12 +22,14 @@ def change_table(c: Comparison) -> Table:
                 against = relative_percent(own, base) if change else None
                 row += [estimate_cell(own, perplexity), estimate_cell(against, percent)]
                 row.append(estimate_cell(c.density_of(cells, factor), four_share))
-            rows.append(tuple(row))
+            seeds = len({cell.seed for cell in cells})
+            rows.append((*row, plain_cell(str(seeds), seeds)))
             keys.append(variant)
     columns = [Column("variant, change", numeric=False)]
     for factor in c.ends:
         names = ("perplexity", "vs unchanged", "density ρ")
         columns += [Column(name, times(factor)) for name in names]
+    columns.append(Column("seeds"))
     return Table(
         name="changes",
         title="One change at a time",
