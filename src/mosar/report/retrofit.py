@@ -272,7 +272,8 @@ def _speed(runs: Sequence[RetrofittedRun]) -> str:
         return ""
     several = len(runs) > 1
     timed = [row for run in runs for row in run.speeds]
-    rounds = len(timed[0].prefill["dense"].samples_ms)
+    counts = sorted({len(row.prefill["dense"].samples_ms) for row in timed})
+    rounds = " or ".join(map(str, counts))
     # Whatever is the same in all rows is not a column.
     varied = len({row.setting[:2] for row in timed}) > 1
     columns = (("run",) if several else ()) + (("prompts", "weights") if varied else ())
