@@ -5,7 +5,8 @@ import torch
 
 from mosar.core.config import MoSARConfig, Regime
 from mosar.core.hard_domain import build_hard_domain
-from mosar.evaluation.routing import RoutingTally, regime_letters
+from mosar.evaluation.routing import PairTally, RoutingTally, regime_letters
+from mosar.geometries import VARIANTS, HeadShape
 
 CONFIGS = [(), ("attention.routing_groups=2",), ("attention.num_sinks=2",)]
 
@@ -93,3 +94,18 @@ def test_letters_are_unique(names, letters):
         regimes=tuple(Regime(name, index + 1, 1.0) for index, name in enumerate(names))
     )
     assert len(config.regimes) == len(letters)
+
+
+@pytest.mark.parametrize("layers", [4, 6])
+def test_a_density_counts_layers_that_read_everything(layers):
+    """gemma3 has a window of N/4 in all layers but one."""
+    length, window = 64, 16
+    shapes = [HeadShape(4, 2, 8, length, layer, num_layers=layers) for layer in range(layers)]
+    geometries = [VARIANTS["gemma3"].build(shape) for shape in shapes]
+    tally = PairTally()
+    assert tally.layer_density == [] and tally.density == 1
+    for rows in (1, 3):
+        tally.add(geometries, (rows, length), "native", [])
+    read = sum(min(query + 1, window + 1) for query in range(length)) / (length * (length + 1) / 2)
+    assert tally.layer_density == pytest.approx([read] * (layers - 1) + [1.0])
+    assert tally.density == pytest.approx((read * (layers - 1) + 1) / layers)

@@ -344,8 +344,7 @@ def change_chart(c: Comparison, factor: float) -> Chart:
     series = []
     for variant, changes in c.changes.items():
         found = []
-        seeds = [{cell.seed for cell in cells} for cells in changes.values()]
-        shared = set.intersection(*seeds) or set.union(*seeds)
+        shared = set.intersection(*({cell.seed for cell in cells} for cells in changes.values()))
         for change, every in changes.items():
             cells = [cell for cell in every if cell.seed in shared]
             density, value = (

@@ -65,15 +65,15 @@ def weights_checksum(model: PreTrainedModel) -> str:
 def weights_dtype(name: str) -> torch.dtype:
     """The dtype of a name in `WEIGHTS`; "auto": bfloat16 where the CPU multiplies in it."""
     if name not in WEIGHTS:
-        raise ValueError(f"the dtype must be one of {', '.join(WEIGHTS)}; got {name!r}")
+        raise ValueError(f"dtype must be one of {', '.join(WEIGHTS)}; got {name!r}")
     if name == "auto":
-        # torch before 2.12 does not say.
+        # Older versions of torch do not say.
         found = getattr(torch.cpu, "get_capabilities", dict)()
         multiplies = any(there for feature, there in found.items() if "bf16" in feature)
         name = "bfloat16" if multiplies else "float32"
     if name == "float32":
         return torch.float32
-    check_cpu_bfloat16("the dtype float32")
+    check_cpu_bfloat16("dtype=float32")
     return torch.bfloat16
 
 
