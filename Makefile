@@ -29,7 +29,7 @@ $(STAMP): pyproject.toml requirements/lock.txt
 		echo "megatron-core has no wheel for this Python: its adapter is not tested here" >&2
 	@touch $@
 
-reproduce: setup ## train and evaluate all eight variants, quick preset: runs/quick/report; 15 to 30 minutes
+reproduce: setup ## train and evaluate the ten matched variants, preset quick: runs/quick/report; 20 to 40 minutes
 	$(VENV)/bin/mosar reproduce --preset quick --out runs/quick
 
 test: setup ## run the tests (all but those marked slow or rivals)

@@ -4,6 +4,7 @@ import json
 import shutil
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from mosar.experiments.progress import Display
 from mosar.experiments.run import run_experiment
 from mosar.experiments.settings import Axis, ExperimentSettings
 from mosar.experiments.work import duration_text
-from mosar.records import EvaluationRecord, TrainingRecord, read_records
+from mosar.records import EvaluationRecord, TrainingRecord, read_records, record_line
 from mosar.report.comparison import Comparison, Setting
 from mosar.report.curves import density_by_tokens, perplexity_by_tokens
 from mosar.report.experiment import load_experiment
@@ -109,6 +110,22 @@ def test_a_finished_cell_is_not_run_again(small, tmp_path):
     shutil.rmtree(out / "cells")
     assert len(run(small("rope", "alibi"), out).finished) == 2
     assert not (out / "cells").exists()
+
+
+def test_a_record_without_a_newer_setting_is_finished_at_its_default(small, tmp_path):
+    """An earlier version had no `own.gate_bias`: its record is that of the default, 0."""
+    out = tmp_path / "e"
+    run(small("fox"), out)
+    path = out / "records" / "fox-seed0.jsonl"
+    training, *evaluations = read_records(path)
+    assert training.config["attention"].pop("own") == {"gate_bias": 0.0}
+    path.write_bytes(b"".join(map(record_line, [training, *evaluations])))
+    before = stamps(out)[path]
+    assert len(run(small("fox"), out).finished) == 1 and stamps(out)[path] == before
+    cell = replace(training.cell, grid={"attention.own.gate_bias": "5"})
+    path.with_name(f"{cell.name}.jsonl").write_bytes(record_line(replace(training, cell=cell)))
+    with pytest.raises(TrainingError, match=r"attention\.own is .*0\.0.*not .*5\.0"):
+        run(small("fox", grid=(Axis.parse("attention.own.gate_bias=5"),)), out)
 
 
 def test_a_failed_cell_does_not_stop_the_others(small, tmp_path, monkeypatch):

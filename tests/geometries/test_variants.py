@@ -13,6 +13,7 @@ from mosar.core.layout import resolve_layout
 from mosar.core.reference_attention import dense_attention
 from mosar.geometries import (
     GEOMETRIES,
+    MATCHED_VARIANTS,
     PAPER_VARIANTS,
     VARIANTS,
     AttentionConfig,
@@ -153,9 +154,10 @@ def test_plain_attention_leaves_the_cpu_to_our_operator(monkeypatch):
             plain_attention(*elsewhere, scale=SCALE, **options)
 
 
-def test_the_eight_variants():
+def test_the_matched_set():
     names = "rope alibi p-rope fixed-s fixed-m rope-m-mask mosar mosar-cost"
     assert list(PAPER_VARIANTS) == names.split()
+    assert list(MATCHED_VARIANTS) == [*PAPER_VARIANTS, "mosar-hard", "mosar-plus"]
     assert VARIANTS["p-rope"].rope_fraction == 0.75
     assert VARIANTS["mosar-cost"].cost_weight == 0.01
     assert VARIANTS["mosar-cost"].cost_warmup == 500

@@ -31,7 +31,11 @@ def reproduce(
     out: Annotated[Path, Option(help="The experiment folder; an existing experiment is resumed.")],
     preset: Preset = "quick",
     variants: Annotated[
-        str | None, Option(help=f"One or more of {VARIANTS}, or all; by default the paper's eight.")
+        str | None,
+        Option(
+            help=f"One or more of {VARIANTS}, or all; by default the paper's eight, mosar-hard and "
+            "mosar-plus."
+        ),
     ] = None,
     seeds: Annotated[int, Option(min=1, help="Number of seeds, starting from 0.")] = 1,
     data: Annotated[
@@ -96,7 +100,7 @@ def reproduce(
     from mosar.experiments.run import run_experiment
     from mosar.experiments.settings import Axis, ExperimentSettings
     from mosar.experiments.work import count_cells
-    from mosar.geometries import PAPER_VARIANTS
+    from mosar.geometries import MATCHED_VARIANTS
     from mosar.geometries import VARIANTS as ALL_VARIANTS
 
     default = Path(DATASET)
@@ -104,7 +108,7 @@ def reproduce(
         chosen = tuple(ALL_VARIANTS)
     settings = ExperimentSettings(
         preset=preset or "quick",
-        variants=PAPER_VARIANTS if chosen is None else chosen,
+        variants=MATCHED_VARIANTS if chosen is None else chosen,
         seeds=seeds,
         data=default if data is None else data,
         grid=tuple(map(Axis.parse, grid or ())),

@@ -12,7 +12,7 @@ finished evaluations are not computed again.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,8 @@ from mosar.training.loop import train
 from mosar.training.run_folder import CHECKPOINTS, foreign_file, has_run, locked
 
 CELLS, RECORDS, FAILURES, ASKED = "cells", "records", "failures", "experiment.json"
+# The sections of a configuration that decide what a cell's records say.
+COMPARED = ("model", "attention", "data", "train")
 SCHEMA_VERSION = 1
 
 
@@ -205,11 +207,15 @@ def is_finished(settings: ExperimentSettings, cell: Cell, out: Path) -> bool:
         raise TrainingError(f"{path} does not hold the records of {cell.name}; remove it")
     config = settings.config(cell)
     asked = replace(config, data=replace(config.data, folder=trained.config["data"]["folder"]))
+    there = {section: dict(trained.config[section]) for section in COMPARED}
+    # A record of an earlier version lacks settings that the geometry has got since.
+    defaults = asdict(type(config.attention.own)())
+    there["attention"]["own"] = defaults | there["attention"].get("own", {})
     differing = [
-        f"{section}.{key} is {trained.config[section].get(key)!r}, not {value!r}"
-        for section in ("model", "attention", "data", "train")
+        f"{section}.{key} is {there[section].get(key)!r}, not {value!r}"
+        for section in COMPARED
         for key, value in asked.to_dict()[section].items()
-        if trained.config[section].get(key, value) != value
+        if there[section].get(key, value) != value
     ]
     if differing:
         raise TrainingError(

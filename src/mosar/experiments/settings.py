@@ -19,7 +19,7 @@ from mosar.errors import ModelError
 from mosar.evaluation.choices import parse_lengths
 from mosar.evaluation.retrieval import check_questions
 from mosar.evaluation.validation_text import check_blocks, default_tokens
-from mosar.geometries import PAPER_VARIANTS, VARIANTS
+from mosar.geometries import MATCHED_VARIANTS, VARIANTS
 from mosar.records import Cell
 from mosar.schema import check_name
 from mosar.training.batches import data_fingerprint
@@ -78,7 +78,7 @@ class ExperimentSettings:
     """Which cells there are, and how each is trained and evaluated."""
 
     preset: str
-    variants: tuple[str, ...] = PAPER_VARIANTS
+    variants: tuple[str, ...] = MATCHED_VARIANTS
     seeds: int = 1
     """Number of seeds, starting from 0."""
     data: Path

@@ -42,6 +42,7 @@ from mosar.geometries.xpos import XPos
 
 __all__ = [
     "GEOMETRIES",
+    "MATCHED_VARIANTS",
     "MODES",
     "PAPER_VARIANTS",
     "UNROUTED",
@@ -86,7 +87,7 @@ _PAPER = {
     "mosar-cost": AttentionConfig(geometry="mosar", cost_weight=0.01, cost_warmup=500),
 }
 PAPER_VARIANTS = tuple(_PAPER)
-"""The matched set of the paper, which `mosar reproduce` runs unless told otherwise."""
+"""The matched set of the paper."""
 # Trained on what is executed, with a price on its pairs.
 _HARD: dict[str, Any] = {
     "hard_from": 0.0,
@@ -103,6 +104,8 @@ _BEYOND = {
         geometry="mosar-forget", ladder=True, rope_fraction=0.0, start_regimes=("G",), **_HARD
     ),
 }
+MATCHED_VARIANTS = (*PAPER_VARIANTS, *_BEYOND)
+"""The paper's eight and our two: what `mosar reproduce` runs unless told otherwise."""
 # Systems of other authors: geometry and variant share a name; the second entry has its settings.
 _OTHERS: dict[str, tuple[type[Geometry], dict[str, Any]]] = {
     "nope": (Geometry, {}),
