@@ -1,6 +1,7 @@
 import pytest
 from typer.testing import CliRunner
 
+from evaluation.conftest import dataset, trained  # noqa: F401
 from mosar.bench.devices import Cpu
 from mosar.bench.training import TrainingCase
 from mosar.cli import app

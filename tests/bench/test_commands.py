@@ -56,6 +56,7 @@ def test_table_and_records(bench, tmp_path, command, columns, competitors):
         *((c, "--shapes 8x1", "HEADSxKV_HEADSxHEAD_DIM like 8x1x256, got '8x1'") for c in SHAPED),
         *((c, "--shapes 8x3x64", "multiple of the key/value heads, got '8x3x64'") for c in SHAPED),
         *((c, "--shapes ,", "at least one shape is needed") for c in SHAPED),
+        (f"{TRAIN} --run runs/a", "--variants fox", "--variants cannot be given with --run"),
         *((c, "--memory some", "--memory takes numbers") for c in (ATTENTION, TRAIN)),
         *((c, "--memory 0", "lengths must be at least 1, got 0") for c in (ATTENTION, TRAIN)),
         *((c, "--lengths 0", "lengths must be at least 1, got 0") for c in (ATTENTION, TRAIN)),

@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 
-from mosar.bench import training
+from mosar.bench import training, variants
 from mosar.bench.training import (
     OTHERS,
     OURS,
@@ -17,6 +17,9 @@ from mosar.bench.training import (
     exact_loss,
 )
 from mosar.bench.variants import VariantComparison
+from mosar.errors import ModelError
+from mosar.evaluation.evaluate import evaluate
+from mosar.model.decoder import Decoder
 from mosar.records import Measurement
 
 TINY = {"lengths": (32,), "preset": "smoke", "memory": (), "seconds": 1e-3}
@@ -52,7 +55,7 @@ def test_memory_is_that_of_whole_steps(monkeypatch):
 
 
 def test_a_wrong_loss_gets_no_ratio(monkeypatch):
-    monkeypatch.setattr(training, "exact_loss", lambda config, case: 1.0)
+    monkeypatch.setattr(training, "exact_loss", lambda case, variant: 1.0)
     comparison = TrainingComparison(**TINY, softcap=("capped",))
     (record,) = comparison.run()
     assert not record.correct and not any(m.samples_ms for m in record.measurements.values())
@@ -60,7 +63,7 @@ def test_a_wrong_loss_gets_no_ratio(monkeypatch):
 
 
 def test_a_loss_that_is_not_a_number_is_wrong_and_can_be_written(monkeypatch):
-    monkeypatch.setattr(training, "exact_loss", lambda config, case: 1.0)
+    monkeypatch.setattr(training, "exact_loss", lambda case, variant: 1.0)
     losses = dict.fromkeys(("rope", "mosar", "gemma2-eager"), float("nan"))
     checks = training._checks(TrainingCase(16, "capped", "smoke"), losses)
     assert list(checks) == list(losses) and not any(check.passed for check in checks.values())
@@ -69,9 +72,8 @@ def test_a_loss_that_is_not_a_number_is_wrong_and_can_be_written(monkeypatch):
 
 def test_exact_loss_is_that_of_the_logits():
     case = TrainingCase(16, "capped", "smoke", tokens_per_step=160)
-    config = case.config("mosar")
     step, _ = build_step(case, "mosar")
-    assert step() == pytest.approx(exact_loss(config, case), rel=1e-5)
+    assert step() == pytest.approx(exact_loss(case, "mosar"), rel=1e-5)
     assert case.tokens().shape == (10, 17)
 
 
@@ -87,6 +89,10 @@ def test_verdicts_follow_the_figures():
         ("mosar ≥ 0.75 rope", True),
     ]
     assert record.ratio("rope", "gemma2-sdpa") == pytest.approx(0.9)
+
+
+def cells_of(comparison, record):
+    return {column.name: column.value(record) for column in comparison.columns([record])}
 
 
 def test_variants_are_timed_against_rope():
@@ -105,10 +111,43 @@ def test_variants_are_timed_against_rope():
     times = {name: Measurement(samples_ms=(time,)) for name, time in (("rope", 4), ("cope", 10))}
     slow = dataclasses.replace(records[1], measurements=times)
     assert comparison.verdicts(slow) == [("≥ 0.3", True)]
-    cells = [column.value(slow) for column in comparison.columns([slow])]
-    assert cells[:4] == ["cope", 32, "capped", "torch"] and cells[-1] == pytest.approx(0.4)
+    cells = cells_of(comparison, slow)
+    assert list(cells.values())[:4] == ["cope", 32, "capped", "torch"]
+    assert cells["/ rope"] == pytest.approx(0.4) and cells["density"] is None
     with pytest.raises(ValueError, match=r"variant must be one of rope, alibi, .*, got 'ropee'"):
         VariantComparison(variants=("ropee",))
+
+
+def test_a_trained_model_is_timed_on_its_own_text(trained, monkeypatch):
+    """At a length beyond N, with the support that it learnt, and without learning on."""
+    run = trained("mosar-plus", 'attention.start_regimes=["4"]')
+    monkeypatch.setattr(variants, "measure_peak", lambda prepare, case, short, name: len(name))
+    comparison = VariantComparison(run_folder=run, lengths=(128,), memory=(128,), seconds=1e-3)
+    (case,) = comparison.cases()
+    (record,) = comparison.run()
+    assert record.correct and list(record.checks) == ["mosar-plus"]
+    (evaluation,) = evaluate(run, lengths=("2x",), routings=("sparse",), progress=False)
+    assert 0 < record.density < 1 and record.density == pytest.approx(evaluation.density, rel=0.1)
+    cells = cells_of(comparison, record)
+    assert cells["variant"] == "mosar-plus" and cells["n"] == 128
+    assert cells["memory MiB\nvariant / rope"] == (len("mosar-plus"), len("rope"))
+    trained_weights = case.size.loaded.decoder.state_dict()
+    for name in ("mosar-plus", "rope"):
+        step, _ = build_step(case.size, name)
+        assert [step(), step()] == pytest.approx([step()] * 2, rel=1e-6)
+        assert step() < 5.5 if name == "mosar-plus" else step() > 5.5
+    decoder = Decoder(*(getattr(case.size.config("mosar-plus"), x) for x in ("model", "attention")))
+    case.size.set_weights(decoder, "mosar-plus")
+    assert all(torch.equal(trained_weights[k], v) for k, v in decoder.state_dict().items())
+    assert str(run) in comparison.notes([record])
+
+
+def test_runs_that_cannot_be_timed(trained):
+    with pytest.raises(ModelError, match="is a run of rope, which others are compared with"):
+        VariantComparison(run_folder=trained("rope"))
+    comparison = VariantComparison(run_folder=trained("mosar"), lengths=(10**6,))
+    with pytest.raises(ModelError, match=r"tokens, too few for --lengths 1000000"):
+        list(comparison.run())
 
 
 def test_steps_learn():

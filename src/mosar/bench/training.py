@@ -78,6 +78,10 @@ class TrainingCase:
         sizes = {"preset": self.preset, "vocab_size": self.vocab_size}
         return resolve_config(variant=variant, data="data", changes=changes, **sizes)
 
+    def set_weights(self, decoder: Decoder, variant: str) -> None:
+        """Gives a new decoder of this case the weights that its steps start from."""
+        decoder.init_weights(self.config(variant).train.seed)
+
     def competitors(self) -> tuple[str, ...]:
         """Who computes the same thing in this setting."""
         # The others only compute logits without a soft-cap.
@@ -178,7 +182,7 @@ class TrainingComparison(Comparison[TrainingCase, TrainingBenchmark]):
 
 def _checks(case: TrainingCase, losses: dict[str, float]) -> dict[str, ErrorCheck]:
     """Our first losses against float64, and transformers' against ours: the same task."""
-    exact = {name: exact_loss(case.config(name), case) for name in OURS}
+    exact = {name: exact_loss(case, name) for name in OURS}
     exact |= {name: losses["rope"] for name in losses if name.startswith("gemma2")}
     return {name: _check(losses[name], loss) for name, loss in exact.items()}
 
@@ -189,17 +193,17 @@ def _check(found: float, exact: float) -> ErrorCheck:
 
 def check_loss(case: TrainingCase, variant: str, loss: float) -> dict[str, ErrorCheck]:
     """The first loss of a variant against float64, if its windows begin where they are read."""
-    config = case.config(variant)
-    if config.attention.position_range > 1:
+    if case.config(variant).attention.position_range > 1:
         return {}
-    return {variant: _check(loss, exact_loss(config, case))}
+    return {variant: _check(loss, exact_loss(case, variant))}
 
 
 @torch.no_grad()
-def exact_loss(config: RunConfig, case: TrainingCase) -> float:
+def exact_loss(case: TrainingCase, variant: str) -> float:
     """The loss before the first step, in float64."""
+    config = case.config(variant)
     decoder = Decoder(config.model, config.attention)
-    decoder.init_weights(config.train.seed)
+    case.set_weights(decoder, variant)
     decoder.double()
     tokens, total = case.tokens(), 0.0
     for row in tokens:
@@ -233,8 +237,10 @@ def _our_step(case: TrainingCase, variant: str) -> tuple[Step, int]:
     # In place of a run's data: the same tokens at every step.
     batches = cast(Batches, SimpleNamespace(of_step=lambda step: iter(same)))
     config = case.config(variant)
+    learner = Learner.of(config, batches)
+    case.set_weights(learner.decoder, variant)
     # From the middle on: what a variant does at first only is not its speed.
-    learner, numbers = Learner.of(config, batches), count(config.train.steps // 2)
+    numbers = count(config.train.steps // 2)
 
     def step() -> float:
         line = learner.update(next(numbers))

@@ -113,21 +113,31 @@ def bench_train(
         str | None,
         Option(help="Instead, compare the CPU time of these variants (or all) with that of rope."),
     ] = None,
+    run_folder: Annotated[
+        Path | None,
+        Option(
+            "--run",
+            help="Instead, compare the CPU time of this run's trained model, on its own text, with "
+            "that of rope.",
+        ),
+    ] = None,
     lengths: Annotated[
-        str | None, Option(help="Tokens in a window; by default 512,2048 (with --variants: 512).")
+        str | None,
+        Option(help="Tokens in a window; by default 512,2048 (with --variants or --run: 512)."),
     ] = None,
     softcap: Annotated[
         str | None,
         Option(
-            help="capped (as Gemma 2), plain or both; by default both (with --variants: capped)."
+            help="capped (as Gemma 2), plain or both; by default both (with --variants: capped; "
+            "with --run: as it was trained)."
         ),
     ] = None,
     preset: Annotated[str, Option(help="The preset that gives the model its size.")] = "small",
     memory: Annotated[
         str | None,
         Option(
-            help="Lengths at which memory is measured, or none; by default 2048. Not with "
-            "--variants."
+            help="Lengths at which memory is measured, or none; by default 2048 (with --variants "
+            "or --run: none)."
         ),
     ] = None,
     threads: Threads = None,
@@ -135,7 +145,7 @@ def bench_train(
         float | None,
         Option(
             help="Approximate seconds for each row, in 5 to 30 rounds; by default 60 (with "
-            "--variants: 20)."
+            "--variants or --run: 20)."
         ),
     ] = None,
     json: Json = None,
@@ -151,16 +161,24 @@ def bench_train(
     Example: mosar bench train --lengths 512 --softcap plain --seconds 20 --json train.jsonl
 
     Example: mosar bench train --variants fox,moba --threads 1
+
+    Example: mosar bench train --run runs/mosar-plus --lengths 512,8192 --memory 8192
     """
     options = locals()
     _check_files(options)
     from mosar.bench.training import TrainingComparison
     from mosar.bench.variants import VariantComparison
 
-    if variants is not None and memory is not None:
-        raise ValueError("--memory is not measured with --variants")
-    del options["variants" if variants is None else "memory"]
-    _compare(TrainingComparison if variants is None else VariantComparison, options)
+    if run_folder is None and variants is None:
+        del options["variants"], options["run_folder"]
+        return _compare(TrainingComparison, options)
+    if run_folder is not None:
+        taken = {"--variants": variants, "--softcap": softcap}
+        given = [name for name, value in taken.items() if value is not None]
+        if given:
+            raise ValueError(f"{given[0]} cannot be given with --run, which has its own")
+        del options["preset"]
+    _compare(VariantComparison, options)
 
 
 @command("decode", _group)

@@ -212,6 +212,8 @@ class TrainingBenchmark(Benchmark):
     """By competitor."""
     gemm_gflops: float | None = None
     """The speed of a large matrix product on this machine, measured just before."""
+    density: float | None = None
+    """The exact density of what a trained model reads; None: the models are not trained."""
     derived_names = (
         *("correct", "mosar_over_rope", "rope_over_gemma2", "rope_over_nanogpt", "memory_ratio"),
     )
