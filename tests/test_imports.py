@@ -97,6 +97,8 @@ MAY_IMPORT = {
     "bench": {
         *("torch", "numpy", "rich", "transformers", "mosar.attention", "mosar.bench"),
         *("mosar.core", "mosar.geometries", "mosar.kernels", "mosar.model", "mosar.records"),
+        # A trained model, its text and what it reads.
+        *("mosar.data.stream", "mosar.evaluation.loaded_run", "mosar.evaluation.routing"),
         "mosar.training",
     },
 }
