@@ -1,4 +1,4 @@
-"""RMSNorm and GeGLU in one pass against their formulas in float64."""
+"""RMSNorm, GeGLU and cross-entropy in one pass against their formulas in float64."""
 
 import pytest
 import torch
@@ -7,12 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mosar.kernels import elementwise
-from mosar.kernels.elementwise import geglu, rms_norm
+from mosar.kernels.elementwise import cross_entropy_, geglu, rms_norm
 from mosar.kernels.native import native_obstacle
 
 pytestmark = pytest.mark.skipif(native_obstacle() is not None, reason="no native kernels")
-# Error a few operations on numbers of order 1 may make, over what plain torch makes.
-EPS = torch.finfo(torch.float32).eps
 
 
 def formula_norm(x, weight, eps):
@@ -32,46 +30,108 @@ def values_and_gradients(function, inputs, gradient):
 def assert_within_budget(ours, formula, inputs, gradient, terms):
     """error(ours) <= 2 error(plain torch) + 4 eps max|term|, for the output and each gradient.
 
+    eps is that of each result's dtype.
     `terms` are bounds of what is added up for each: one column's gradient is a difference of equal
     numbers, and no float32 arithmetic is exact relative to that.
     """
-    exact = values_and_gradients(formula, [x.double() for x in inputs], gradient)
+    exact = values_and_gradients(formula, [x.double() for x in inputs], gradient.double())
     plain = values_and_gradients(formula, inputs, gradient)
     found = values_and_gradients(ours, inputs, gradient)
     for one, other, truth, term in zip(found, plain, exact, terms, strict=True):
-        assert one.shape == truth.shape
+        assert one.shape == truth.shape and one.dtype == other.dtype
         error, theirs = ((x.double() - truth).abs().max() for x in (one, other))
-        assert error <= 2 * theirs + 4 * EPS * term.abs().max()
+        assert error <= 2 * theirs + 4 * torch.finfo(one.dtype).eps * term.abs().max()
 
 
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 SHAPES = st.tuples(st.integers(1, 70), st.integers(1, 70))
 SCALES = st.sampled_from([1e-6, 1e-3, 1.0, 30.0, 1e4])
 
 
-@given(shape=SHAPES, scale=SCALES, eps=st.sampled_from([1e-6, 0.1]), seed=st.integers(0, 999))
-def test_rms_norm(shape, scale, eps, seed):
+@given(
+    shape=SHAPES,
+    scale=SCALES,
+    eps=st.sampled_from([1e-6, 0.1]),
+    seed=st.integers(0, 999),
+    dtype=DTYPES,
+)
+def test_rms_norm(shape, scale, eps, seed, dtype):
     torch.manual_seed(seed)
-    x, gradient = scale * torch.randn(shape), torch.randn(shape)
+    x, gradient = (scale * torch.randn(shape)).to(dtype), torch.randn(shape).to(dtype)
     weight = torch.randn(shape[1])
-    normal = formula_norm(x, torch.zeros(()), eps)
+    normal = formula_norm(x.float(), torch.zeros(()), eps)
     factor = 1 + weight.abs()
     dx = gradient * factor * (normal / x).abs() * (1 + normal.abs().amax() ** 2)
     dweight = (gradient * normal).abs().sum(dim=0)
     assert_within_budget(
         lambda x, w: rms_norm(x, w, eps),
-        lambda x, w: formula_norm(x, w, eps),
+        lambda x, w: formula_norm(x.to(w.dtype), w, eps).to(x.dtype),
         [x, weight],
         gradient,
         terms=[normal * factor, dx, dweight],
     )
 
 
-@given(shape=SHAPES, scale=SCALES, seed=st.integers(0, 999))
-def test_geglu(shape, scale, seed):
+@given(shape=SHAPES, scale=SCALES, seed=st.integers(0, 999), dtype=DTYPES)
+def test_geglu(shape, scale, seed, dtype):
     torch.manual_seed(seed)
-    gate, up, gradient = scale * torch.randn(shape), torch.randn(shape), torch.randn(shape)
+    gate, up, gradient = (x.to(dtype) for x in torch.randn(3, *shape))
+    gate = scale * gate
     terms = [gate * up, gradient * up * (1 + gate.abs()), gradient * gate]
     assert_within_budget(geglu, formula_geglu, [gate, up], gradient, terms)
+
+
+def formula_cross_entropy(scores, targets, softcap, share):
+    logits = scores if softcap is None else softcap * torch.tanh(scores)
+    return share * F.cross_entropy(logits, targets, reduction="sum")
+
+
+@given(
+    shape=SHAPES,
+    scale=st.sampled_from([1e-3, 1.0, 30.0]),
+    softcap=st.sampled_from([None, 3.0, 30.0, 100.0]),
+    seed=st.integers(0, 999),
+    dtype=DTYPES,
+)
+def test_cross_entropy(shape, scale, softcap, seed, dtype):
+    torch.manual_seed(seed)
+    scores = (scale * torch.randn(shape)).to(dtype)
+    targets, share = torch.randint(shape[1], shape[:1]), 0.3
+
+    def exact(dtype):
+        given = scores.to(dtype).requires_grad_()
+        loss = formula_cross_entropy(given, targets, softcap, share)
+        (gradient,) = torch.autograd.grad(loss, given)
+        # Scores are logits over the cap, and the gradient is that of logits before the cap.
+        return loss.detach(), gradient / (softcap or 1.0)
+
+    gradient = scores.clone()
+    loss = cross_entropy_(gradient, targets, softcap, share)
+    assert loss.dtype == torch.float32 and gradient.dtype == dtype
+    (true_loss, truth), (plain_loss, plain) = exact(torch.float64), exact(torch.float32)
+    eps, size = torch.finfo(torch.float32).eps, softcap or scores.abs().max()
+    allowed = 2 * (plain_loss - true_loss).abs() + 4 * eps * share * shape[0] * (1 + 2 * size)
+    assert (loss - true_loss).abs() <= allowed
+    # 1 - tanh^2 is a difference of numbers near 1, and exp of a large logit has its error.
+    allowed = 2 * (plain - truth).abs().max() + share * (4 + size) * eps
+    allowed = allowed + torch.finfo(dtype).eps * truth.abs().max()
+    assert (gradient.double() - truth).abs().max() <= allowed
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("softcap", [None, 30.0])
+def test_cross_entropy_of_extreme_scores(softcap, dtype):
+    scores = torch.tensor([[1e30, -1e30, 0.0], [float("nan"), 0.0, 0.0], [-1e30, -1e30, 0.0]])
+    scores, targets = scores.to(dtype), torch.tensor([1, 1, 2])
+    for row, finite in enumerate((True, False, True)):
+        one = scores[row : row + 1].clone()
+        loss = cross_entropy_(one, targets[row : row + 1], softcap, 1.0)
+        assert loss.isfinite() == finite and one.isfinite().all() == finite
+
+
+def test_cross_entropy_refuses_a_target_outside():
+    with pytest.raises(ValueError, match="targets must be columns"):
+        cross_entropy_(torch.zeros(2, 3), torch.tensor([0, 3]), None, 1.0)
 
 
 @pytest.mark.parametrize("value", [0.0, -0.0, 1e30, -1e30, -60.0, 60.0, float("nan")])
@@ -105,7 +165,16 @@ def test_the_gradient_of_the_weight_does_not_depend_on_threads():
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
 
 
-@pytest.mark.parametrize("function", [lambda x: rms_norm(x, x[0], 1e-6), lambda x: geglu(x, x)])
+def cross_entropy_and_gradient(x):
+    gradient = x.clone()
+    loss = cross_entropy_(gradient, torch.arange(len(x)), 3.0, 0.5)
+    return loss.to(x.dtype) + gradient
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda x: rms_norm(x, x[0], 1e-6), lambda x: geglu(x, x), cross_entropy_and_gradient],
+)
 def test_without_native_kernels_torch_serves(function, monkeypatch):
     x = torch.randn(4, 9)
     native = function(x)

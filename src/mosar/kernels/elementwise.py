@@ -1,11 +1,14 @@
-"""RMSNorm and GeGLU as single passes, with gradients: in C++ for float32 on the CPU, else in torch.
+"""RMSNorm, GeGLU and cross-entropy as single passes: in C++ on the CPU, else in torch.
 
-    rms_norm   x / sqrt(mean(x^2) + eps) * (1 + w), computed in float32 or wider
-    geglu      gelu(gate) * up, with the tanh form of GELU
+    rms_norm        x / sqrt(mean(x^2) + eps) * (1 + w), computed in float32 or wider
+    geglu           gelu(gate) * up, with the tanh form of GELU
+    cross_entropy_  log(sum_i exp(l_i)) - l_target of logits c tanh(s) or s, and its gradient
 
 Let g be the gradient of the output of rms_norm, r = 1 / sqrt(mean(x^2) + eps), u = g (1 + w):
 
     dw = sum(g x r)       dx = r (u - x r^2 mean(u x))
+
+The C++ passes take float32 and bfloat16 and compute in float32.
 """
 
 from __future__ import annotations
@@ -32,11 +35,57 @@ def geglu(gate: Tensor, up: Tensor) -> Tensor:
     return _GeGLU.apply(gate, up)  # pyright: ignore[reportReturnType]
 
 
-def _serves(*tensors: Tensor) -> bool:
+def cross_entropy_(scores: Tensor, targets: Tensor, softcap: float | None, share: float) -> Tensor:
+    """`share` times the sum of the losses of scores [n, V] against targets [n], at least float32.
+
+    With a soft-cap, the scores are logits over the cap. They are replaced by the gradient of the
+    result with respect to the projected hidden states: that of the logits times 1 - tanh(s)^2.
+    """
+    if _serves(scores):
+        losses = torch.ops.mosar.cross_entropy(scores, targets, softcap or 0.0, share)
+        return share * losses.sum()
+    wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    loss = _loss_and_gradient(wide, targets[:, None], softcap, share)
+    if wide is not scores:
+        scores.copy_(wide)
+    return loss
+
+
+# Logits up to this value need no shift before exp in float32.
+_TAME = 60.0
+
+
+def _loss_and_gradient(
+    scores_nV: Tensor, target_n1: Tensor, softcap: float | None, share: float
+) -> Tensor:
+    t_nV = None
+    logits_nV = scores_nV
+    if softcap is not None:
+        t_nV = scores_nV.tanh_()
+        logits_nV = t_nV * softcap
+    if softcap is None or softcap > _TAME:
+        logits_nV.sub_(logits_nV.amax(dim=1, keepdim=True))
+    chosen_n1 = logits_nV.gather(1, target_n1)
+    odds_nV = logits_nV.exp_()
+    sum_n1 = odds_nV.sum(dim=1, keepdim=True)
+    loss = share * (sum_n1.log() - chosen_n1).sum()
+    dlogits_nV = odds_nV.mul_(share / sum_n1)
+    dlogits_nV.scatter_add_(1, target_n1, torch.full_like(chosen_n1, -share))
+    if t_nV is not None:
+        # The derivative of c tanh(x / c) is 1 - tanh².
+        torch.addcmul(dlogits_nV, dlogits_nV, t_nV.square_(), value=-1, out=scores_nV)
+    return loss
+
+
+_NATIVE = (torch.float32, torch.bfloat16)
+
+
+def _serves(x: Tensor, *others: Tensor) -> bool:
     """Whether the native passes can take these; torch.compile fuses the plain formulas itself."""
     return (
         not is_traced()
-        and all(t.device.type == "cpu" and t.dtype == torch.float32 for t in tensors)
+        and x.dtype in _NATIVE
+        and all(t.device.type == "cpu" and t.dtype == x.dtype for t in (x, *others))
         and native_obstacle() is None
     )
 
@@ -44,7 +93,7 @@ def _serves(*tensors: Tensor) -> bool:
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        ctx.native = _serves(x, weight)
+        ctx.native = weight.dtype == torch.float32 and weight.is_cpu and _serves(x)
         if ctx.native:
             rows = x.contiguous().view(-1, x.shape[-1])
             out, inverse = torch.ops.mosar.rms_norm(rows, weight.contiguous(), eps)
@@ -62,7 +111,7 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx, gradient: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         x, inverse, weight = ctx.saved_tensors
         if ctx.native:
-            rows = gradient.contiguous().view(x.shape)
+            rows = gradient.to(x.dtype).contiguous().view(x.shape)
             dx, dweight = torch.ops.mosar.rms_norm_backward(rows, x, inverse, weight.contiguous())
             return dx.view(gradient.shape), dweight, None
         with without_autocast(x):
@@ -85,6 +134,7 @@ class _GeGLU(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        flat = gradient.contiguous().view(-1)
-        dgate, dup = torch.ops.mosar.geglu_backward(flat, *ctx.saved_tensors)
+        gate, up = ctx.saved_tensors
+        flat = gradient.to(gate.dtype).contiguous().view(-1)
+        dgate, dup = torch.ops.mosar.geglu_backward(flat, gate, up)
         return dgate.view(gradient.shape), dup.view(gradient.shape)

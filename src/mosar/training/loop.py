@@ -10,6 +10,7 @@ resumed from a checkpoint is therefore bit for bit the run that was never interr
 from __future__ import annotations
 
 import base64
+import ctypes
 import shutil
 import time
 from collections.abc import Iterator
@@ -99,6 +100,7 @@ def train_run(
     team = run.team
     if not team.is_first:
         reporter = Reporter.silent()
+    _keep_freed_memory()
     with (
         _explained_errors(run, out),
         team.running(out),
@@ -168,6 +170,21 @@ def _steps(
             saved = step
         if team.stopped(stop) and not last:
             raise _interrupted(run, out, step, saved, stop, metrics)
+
+
+def _keep_freed_memory() -> None:
+    """Tells glibc to reuse freed blocks.
+
+    It would give large ones back to the system, which clears every page again for the next step: an
+    eighth of the time of a step in bfloat16.
+    """
+    try:
+        set_option = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):
+        return
+    largest_block, kept = -3, -1  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
+    set_option(largest_block, 1 << 30)
+    set_option(kept, (1 << 31) - 1)
 
 
 class Clock:

@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from mosar.core.losses import warmed_up
 from mosar.core.outputs import RoutingWithMass, regime_shares
 from mosar.geometries import MoSAR
+from mosar.kernels.elementwise import cross_entropy_
 from mosar.model.decoder import Decoder
 from mosar.training.config import RunConfig
 
@@ -114,8 +115,6 @@ class Objective:
 
 # A chunk of logits should fit into the cache, but each chunk reads and writes the whole head.
 _CHUNK_LOGITS, _MIN_CHUNK = 1 << 21, 256
-# Logits up to this value need no shift before exp in float32.
-_TAME = 60.0
 
 
 def linear_cross_entropy(
@@ -153,17 +152,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 hidden = hidden_NC[chunk].to(weight.dtype)
                 # Divide the few hidden numbers instead of the many logits.
                 scaled = hidden if softcap is None else hidden / softcap
-                scores_nV = (scaled @ weight.T).to(wide)
-                share = 1 / len(hidden_NC)
-                total += _loss_and_gradient(scores_nV, targets_N[chunk, None], softcap, share)
-                if dhidden_NC is not None or dweight_VC is not None:
-                    dscores_nV = scores_nV.to(weight.dtype)
-                    if dhidden_NC is not None:
-                        dhidden_NC[chunk] = dscores_nV @ weight
-                    if dweight_VC is not None and narrow is None:
-                        dweight_VC.addmm_(dscores_nV.T, hidden)
-                    elif dweight_VC is not None:
-                        dweight_VC += dscores_nV.T @ hidden
+                scores_nV = scaled @ weight.T
+                total += cross_entropy_(scores_nV, targets_N[chunk], softcap, 1 / len(hidden_NC))
+                # The scores are gradients now.
+                if dhidden_NC is not None:
+                    dhidden_NC[chunk] = scores_nV @ weight
+                if dweight_VC is not None and narrow is None:
+                    dweight_VC.addmm_(scores_nV.T, hidden)
+                elif dweight_VC is not None:
+                    dweight_VC += scores_nV.T @ hidden
         ctx.save_for_backward(dhidden_NC, dweight_VC)
         return total
 
@@ -173,26 +170,3 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # In place, because nothing else uses these two tensors.
         gradients = (None if d is None else d.mul_(dloss) for d in ctx.saved_tensors)
         return *gradients, None, None, None
-
-
-def _loss_and_gradient(
-    scores_nV: Tensor, target_n1: Tensor, softcap: float | None, share: float
-) -> Tensor:
-    """`share` times the sum of the losses; replaces scores (over the cap) by their gradients."""
-    t_nV = None
-    logits_nV = scores_nV
-    if softcap is not None:
-        t_nV = scores_nV.tanh_()
-        logits_nV = t_nV * softcap
-    if softcap is None or softcap > _TAME:
-        logits_nV.sub_(logits_nV.amax(dim=1, keepdim=True))
-    chosen_n1 = logits_nV.gather(1, target_n1)
-    odds_nV = logits_nV.exp_()
-    sum_n1 = odds_nV.sum(dim=1, keepdim=True)
-    loss = share * (sum_n1.log() - chosen_n1).sum()
-    dlogits_nV = odds_nV.mul_(share / sum_n1)
-    dlogits_nV.scatter_add_(1, target_n1, torch.full_like(chosen_n1, -share))
-    if t_nV is not None:
-        # The derivative of c tanh(x / c) is 1 - tanh².
-        torch.addcmul(dlogits_nV, dlogits_nV, t_nV.square_(), value=-1, out=scores_nV)
-    return loss

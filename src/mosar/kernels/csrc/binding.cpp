@@ -7,6 +7,7 @@
 #include <stdexcept>
 #include <string>
 #include <tuple>
+#include <type_traits>
 
 #include "attention.h"
 #include "choice_gradient.h"
@@ -27,6 +28,8 @@ template <class T>
 constexpr ScalarType scalar_type();
 template <>
 constexpr ScalarType scalar_type<float>() { return ScalarType::Float; }
+template <>
+constexpr ScalarType scalar_type<mosar::Bfloat16>() { return ScalarType::BFloat16; }
 template <>
 constexpr ScalarType scalar_type<double>() { return ScalarType::Double; }
 template <>
@@ -281,14 +284,29 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> atten
   return {dq, dk, dv, dpi_q, dpi_k, dtable, dslopes, dkey_bias};
 }
 
-float* floats(Tensor& tensor) { return static_cast<float*>(tensor.mutable_data_ptr()); }
+template <class T>
+T* written(Tensor& tensor) {
+  return static_cast<T*>(tensor.mutable_data_ptr());
+}
+float* floats(Tensor& tensor) { return written<float>(tensor); }
+
+// Calls body with a null pointer to the type in which float32 or bfloat16 tensors are stored.
+template <class Body>
+auto with_storage(const Tensor& tensor, const char* name, const Body& body) {
+  if (tensor.scalar_type() == ScalarType::BFloat16) return body(static_cast<mosar::Bfloat16*>(nullptr));
+  check(tensor.scalar_type() == ScalarType::Float, std::string(name) + " must be float32 or bfloat16");
+  return body(static_cast<float*>(nullptr));
+}
 
 std::tuple<Tensor, Tensor> rms_norm(const Tensor& x, const Tensor& weight, double eps) {
   check(x.dim() == 2, "x must have two dimensions");
   const int64_t rows = x.size(0), size = x.size(1);
-  Tensor y = empty(x, {rows, size}, ScalarType::Float), inverse = empty(x, {rows}, ScalarType::Float);
-  mosar::rms_norm(data<float>(x, "x", {rows, size}), data<float>(weight, "weight", {size}),
-                  static_cast<float>(eps), rows, size, floats(y), floats(inverse), parallel());
+  Tensor y = empty(x, {rows, size}, x.scalar_type()), inverse = empty(x, {rows}, ScalarType::Float);
+  with_storage(x, "x", [&](auto* storage) {
+    using T = std::remove_pointer_t<decltype(storage)>;
+    mosar::rms_norm(data<T>(x, "x", {rows, size}), data<float>(weight, "weight", {size}),
+                    static_cast<float>(eps), rows, size, written<T>(y), floats(inverse), parallel());
+  });
   return {y, inverse};
 }
 
@@ -296,20 +314,26 @@ std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& gradient, const Tenso
                                              const Tensor& inverse, const Tensor& weight) {
   check(x.dim() == 2, "x must have two dimensions");
   const int64_t rows = x.size(0), size = x.size(1);
-  Tensor dx = empty(x, {rows, size}, ScalarType::Float), dweight = empty(x, {size}, ScalarType::Float);
-  mosar::rms_norm_backward(
-      data<float>(gradient, "gradient", {rows, size}), data<float>(x, "x", {rows, size}),
-      data<float>(inverse, "inverse", {rows}), data<float>(weight, "weight", {size}), rows, size,
-      floats(dx), floats(dweight), parallel());
+  Tensor dx = empty(x, {rows, size}, x.scalar_type()), dweight = empty(x, {size}, ScalarType::Float);
+  with_storage(x, "x", [&](auto* storage) {
+    using T = std::remove_pointer_t<decltype(storage)>;
+    mosar::rms_norm_backward(
+        data<T>(gradient, "gradient", {rows, size}), data<T>(x, "x", {rows, size}),
+        data<float>(inverse, "inverse", {rows}), data<float>(weight, "weight", {size}), rows, size,
+        written<T>(dx), floats(dweight), parallel());
+  });
   return {dx, dweight};
 }
 
 Tensor geglu(const Tensor& gate, const Tensor& up) {
   check(gate.dim() == 1, "gate must have one dimension");
   const int64_t count = gate.size(0);
-  Tensor out = empty(gate, {count}, ScalarType::Float);
-  mosar::geglu(data<float>(gate, "gate", {count}), data<float>(up, "up", {count}), count, floats(out),
-               parallel());
+  Tensor out = empty(gate, {count}, gate.scalar_type());
+  with_storage(gate, "gate", [&](auto* storage) {
+    using T = std::remove_pointer_t<decltype(storage)>;
+    mosar::geglu(data<T>(gate, "gate", {count}), data<T>(up, "up", {count}), count, written<T>(out),
+                 parallel());
+  });
   return out;
 }
 
@@ -317,10 +341,30 @@ std::tuple<Tensor, Tensor> geglu_backward(const Tensor& gradient, const Tensor& 
                                           const Tensor& up) {
   check(gate.dim() == 1, "gate must have one dimension");
   const int64_t count = gate.size(0);
-  Tensor dgate = empty(gate, {count}, ScalarType::Float), dup = empty(gate, {count}, ScalarType::Float);
-  mosar::geglu_backward(data<float>(gradient, "gradient", {count}), data<float>(gate, "gate", {count}),
-                        data<float>(up, "up", {count}), count, floats(dgate), floats(dup), parallel());
+  Tensor dgate = empty(gate, {count}, gate.scalar_type()), dup = empty(gate, {count}, gate.scalar_type());
+  with_storage(gate, "gate", [&](auto* storage) {
+    using T = std::remove_pointer_t<decltype(storage)>;
+    mosar::geglu_backward(data<T>(gradient, "gradient", {count}), data<T>(gate, "gate", {count}),
+                          data<T>(up, "up", {count}), count, written<T>(dgate), written<T>(dup),
+                          parallel());
+  });
   return {dgate, dup};
+}
+
+Tensor cross_entropy(Tensor scores, const Tensor& targets, double cap, double factor) {
+  check(scores.dim() == 2, "scores must have two dimensions");
+  const int64_t rows = scores.size(0), size = scores.size(1);
+  const auto* target = data<int64_t>(targets, "targets", {rows});
+  for (int64_t row = 0; row < rows; ++row)
+    check(target[row] >= 0 && target[row] < size, "targets must be columns of the scores");
+  Tensor losses = empty(scores, {rows}, ScalarType::Float);
+  with_storage(scores, "scores", [&](auto* storage) {
+    using T = std::remove_pointer_t<decltype(storage)>;
+    data<T>(scores, "scores", {rows, size});
+    mosar::cross_entropy(written<T>(scores), target, rows, size, static_cast<float>(cap),
+                         static_cast<float>(factor), floats(losses), parallel());
+  });
+  return losses;
 }
 
 // The lists of a cache; rows and groups are those of the tensors that come with them.
@@ -543,6 +587,7 @@ STABLE_TORCH_LIBRARY(mosar, m) {
       "Tensor? segment_k, Tensor? valid_k, Tensor? of_key, Tensor table, int window, float scale, "
       "float softcap) "
       "-> (Tensor, Tensor)");
+  m.def("cross_entropy(Tensor(a!) scores, Tensor targets, float cap, float factor) -> Tensor");
   m.def("geglu(Tensor gate, Tensor up) -> Tensor");
   m.def("geglu_backward(Tensor gradient, Tensor gate, Tensor up) -> (Tensor, Tensor)");
   m.def("attend_backward(Tensor dout, Tensor dlse, Tensor out, Tensor softmax, int learned, "
@@ -565,6 +610,7 @@ STABLE_TORCH_LIBRARY_IMPL(mosar, CPU, m) {
   m.impl("rms_norm", TORCH_BOX(&rms_norm));
   m.impl("rms_norm_backward", TORCH_BOX(&rms_norm_backward));
   m.impl("choice_gradient", TORCH_BOX(&choice_gradient));
+  m.impl("cross_entropy", TORCH_BOX(&cross_entropy));
   m.impl("geglu", TORCH_BOX(&geglu));
   m.impl("geglu_backward", TORCH_BOX(&geglu_backward));
   m.impl("attend_backward", TORCH_BOX(&attend_backward));
