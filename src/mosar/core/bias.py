@@ -13,6 +13,7 @@ Shapes: B batch, Gr routing groups, T queries, S keys, R regimes, H query heads.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -21,6 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mosar.core.config import MoSARConfig
+
+Change = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
+"""New tensors for those of queries and of keys."""
 
 
 class Scores(NamedTuple):
@@ -43,6 +47,15 @@ class MixtureBias:
     @property
     def groups(self) -> int:
         return self.query.shape[1]
+
+    def through(self, change: Change) -> MixtureBias:
+        """The same with its probabilities, which gradients reach, passed through `change`."""
+        query, key = change(self.query, self.key)
+        return replace(self, query=query, key=key)
+
+    def of_groups(self, groups: list[int]) -> MixtureBias:
+        """That of some groups."""
+        return replace(self, query=self.query[:, groups], key=self.key[:, groups])
 
 
 @dataclass(frozen=True)
@@ -85,6 +98,18 @@ class LabelBias:
         if query.dim() == 3:
             query, key = query[:, None], key[:, None]
         return replace(self, learned=RoutingToLearn(query, key, queries))
+
+    def through(self, change: Change) -> LabelBias:
+        """The same with the probabilities that learn, if any, passed through `change`."""
+        if self.learned is None:
+            return self
+        query, key = change(self.learned.query, self.learned.key)
+        return replace(self, learned=replace(self.learned, query=query, key=key))
+
+    def of_groups(self, groups: list[int]) -> LabelBias:
+        """That of some groups."""
+        some = replace(self, query=self.query[:, groups], key=self.key[:, groups])
+        return some.through(lambda query, key: (query[:, groups], key[:, groups]))
 
     def mixture(self, dtype: torch.dtype) -> MixtureBias:
         """The same gates as a one-hot mixture, which does not end at the reach."""

@@ -39,6 +39,14 @@ _HIGHEST, _LOWEST = 80 * math.log(2), -98 * math.log(2)
 _CHUNK = 1 << 22
 
 
+def sample_queries(number: int | None, num_queries: int, *, step: int, layer: int) -> Tensor | None:
+    """[number] queries in order, drawn from step and layer alone; None: all of them."""
+    if number is None or number >= num_queries:
+        return None
+    generator = torch.Generator().manual_seed(step * 1_000_003 + layer)
+    return torch.randperm(num_queries, generator=generator)[:number].sort().values
+
+
 def choice_gradient(
     q: Tensor,
     k: Tensor,

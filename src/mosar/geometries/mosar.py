@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mosar.attention import Routing, attend
 from mosar.core.bias import LabelBias, MixtureBias
+from mosar.core.choice_gradient import sample_queries
 from mosar.core.hard_domain import build_hard_domain
 from mosar.core.losses import (
     expected_density,
@@ -206,12 +207,11 @@ class MoSAR(Rope):
 
     def _sampled_queries(self, num_queries: int, device: torch.device) -> Tensor | None:
         """The queries that this step learns routing from, the same wherever it is computed."""
-        number = self.attention.router_queries
-        if number is None or number >= num_queries or self.step is None:
+        if self.step is None:
             return None
-        generator = torch.Generator().manual_seed(self.step * 1_000_003 + self.shape.layer)
-        order = torch.randperm(num_queries, generator=generator)
-        return order[:number].sort().values.to(device)
+        number, layer = self.attention.router_queries, self.shape.layer
+        chosen = sample_queries(number, num_queries, step=self.step, layer=layer)
+        return None if chosen is None else chosen.to(device)
 
     def attend_routed(
         self, q: Tensor, k: Tensor, v: Tensor, bias: LabelBias | MixtureBias, **options: Any

@@ -64,6 +64,7 @@ def build(case, size):
         mosar,
         softcap=2.0,
         query_pre_attn_scalar=5.0,
+        router_queries=LENGTH // 2,
     )
     torch.manual_seed(size)
     return GPTModel(
@@ -91,17 +92,25 @@ def layers_of(model):
     return [m for m in model.modules() if isinstance(m, MoSARCoreAttention)]
 
 
-def learn(model):
-    """Losses under each routing, the objective, and gradients by name."""
-    state = MoSARObjectiveState(WEIGHT, 0)
+def gradients_of(model, routing, state):
+    """Losses, the objective, its price and gradients by name, of one pass."""
     state.attach(model)
+    state.step = 3
+    for layer in layers_of(model):
+        layer.set_routing(routing)
     losses = losses_of(model)
     objective = state.objective(losses.mean())
+    model.zero_grad()
     objective.backward()
+    result = {"losses": losses.detach(), "objective": objective.detach(), "cost": state.cost}
+    return result | {"gradients": {name: p.grad for name, p in model.named_parameters()}}
+
+
+def learn(model):
+    """What a pass gives under each routing, with gradients under those that train."""
     result = {
-        "losses": losses.detach(),
-        "objective": objective.detach(),
-        "cost": state.cost,
+        "soft": gradients_of(model, "soft", MoSARObjectiveState(WEIGHT, 0)),
+        "hard": gradients_of(model, "hard", MoSARObjectiveState(WEIGHT, 0, "pairs")),
         "routing": [
             torch.stack([side.logits for side in layer.last_routing]) for layer in layers_of(model)
         ],
@@ -111,6 +120,7 @@ def learn(model):
             layer.set_routing(routing)
         with torch.no_grad():
             result[routing] = losses_of(model)
+    assert torch.equal(result["hard"]["losses"], result["sparse"])
     return result
 
 
@@ -148,7 +158,6 @@ def compare(case, folder):
     dist.barrier()
     dist_checkpointing.save(whole_model.sharded_state_dict(), str(checkpoint))
     whole = learn(whole_model)
-    gradients = {name: p.grad for name, p in whole_model.named_parameters()}
     parallel_state.destroy_model_parallel()
 
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
@@ -161,14 +170,19 @@ def compare(case, folder):
         everyone = [torch.empty_like(one) for _ in range(2)]
         dist.all_gather(everyone, one.contiguous())
         assert torch.equal(everyone[0], everyone[1]), f"{case}: ranks route differently"
-    for what in ("losses", "objective", "cost", "top1", "sparse"):
+    for what in ("top1", "sparse"):
         assert_near(ours[what], whole[what], f"{case}: {what}")
-    assert not torch.allclose(whole["losses"], whole["sparse"], atol=1e-3), "routing does nothing"
+    soft, hard = whole["soft"], whole["hard"]
+    assert not torch.allclose(soft["losses"], hard["losses"], atol=1e-3), "routing does nothing"
     sharded = model.sharded_state_dict()
-    for name, parameter in model.named_parameters():
-        expected = expected_part(name, sharded[name], gradients[name])
-        assert parameter.grad is not None and expected.abs().max() > 0, f"{case}: {name}"
-        assert_near(parameter.grad, expected, f"{case}: gradient of {name}")
+    for routing in ("soft", "hard"):
+        for what in ("losses", "objective", "cost"):
+            assert_near(ours[routing][what], whole[routing][what], f"{case}, {routing}: {what}")
+        for name, gradient in ours[routing]["gradients"].items():
+            expected = expected_part(name, sharded[name], whole[routing]["gradients"][name])
+            what = f"{case}, {routing}: gradient of {name}"
+            assert gradient is not None and expected.abs().max() > 0, what
+            assert_near(gradient, expected, what)
     parallel_state.destroy_model_parallel()
 
 
@@ -176,7 +190,8 @@ def core(size=1, **changes):
     """One core attention of a small layer, as Megatron builds it."""
     settings = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 4}
     settings |= {"num_query_groups": 2, "kv_channels": DIM, "attention_dropout": 0.0}
-    options = {k: changes.pop(k) for k in ("softcap", "num_kv_heads") if k in changes}
+    own = ("softcap", "num_kv_heads", "start_regimes", "start_logit")
+    options = {k: changes.pop(k) for k in own if k in changes}
     config = TransformerConfig(**(settings | {"use_cpu_initialization": True} | changes))
     torch.manual_seed(0)
     return MoSARCoreAttention(
@@ -216,6 +231,15 @@ def check_against_the_operator():
     torch.testing.assert_close(together, torch.cat(apart))
 
 
+def check_the_start():
+    """Nearly all tokens start in the regime that is asked for."""
+    layer = core(start_regimes=("M",), start_logit=3.0)
+    layer.query_router.reset_parameters()
+    layer(*(torch.randn(20, 2, heads, DIM) for heads in (4, 2, 2)), None)
+    for side in layer.last_routing:
+        assert bool((side.probabilities[..., 1] > 0.85).all())
+
+
 def check_refusals():
     q, k, v = (torch.randn(5, 1, heads, DIM) for heads in (4, 2, 2))
     layer = core()
@@ -237,7 +261,8 @@ def check_refusals():
             lambda: layer(q[:, 0], k[:, 0], v[:, 0], None, packed_seq_params=padded),
             "cu_seqlens_q_padded must be None or equal",
         ),
-        (lambda: layer.set_routing("hard"), "routing must be one of"),
+        (lambda: layer.set_routing("harder"), "routing must be one of"),
+        (lambda: core(start_regimes=("X",)), "'X'"),
         (
             lambda: mosar_layer_spec(spec.submodules.self_attention, layer.config, MoSARConfig()),
             "spec must be a layer with self_attention.core_attention",
@@ -267,6 +292,7 @@ def main(rank: int, count: int, folder: str) -> None:
         compare(case, folder)
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=1)
     check_against_the_operator()
+    check_the_start()
     check_refusals()
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()

@@ -134,6 +134,8 @@ def test_wrong_use_is_said():
         MoSARObjectiveState(-1)
     with pytest.raises(ValueError, match="cost_warmup must be a number >= 0, got 'x'"):
         MoSARObjectiveState(1, "x")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="cost_of must be reach or pairs, got 'tokens'"):
+        MoSARObjectiveState(0.1, cost_of="tokens")
     with pytest.raises(ValueError, match="the model has no MoSAR layer"):
         MoSARObjectiveState().attach(nn.Linear(1, 1))
     with pytest.raises(ValueError, match="no forward pass yet"):

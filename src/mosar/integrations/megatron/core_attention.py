@@ -10,8 +10,8 @@ Shapes: T queries, S keys, B batch, H query heads and K key heads of this rank, 
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
@@ -26,14 +26,20 @@ from megatron.core.transformer.utils import (
 )
 from torch import Tensor
 
-from mosar.attention import ROUTINGS, Routing, attend
+from mosar.attention import ROUTINGS, attend
+from mosar.core.bias import LabelBias, MixtureBias
+from mosar.core.choice_gradient import sample_queries
 from mosar.core.config import MoSARConfig, check_config
 from mosar.core.layout import can_check_values
-from mosar.core.losses import normalized_reach_cost
+from mosar.core.losses import expected_density, normalized_reach_cost
 from mosar.core.outputs import LayerRouting, RouterOutput
 from mosar.integrations.megatron.collectives import sum_gradients
 from mosar.integrations.megatron.objective import MoSARObjectiveState
 from mosar.integrations.megatron.parallel_router import ParallelRouter, local_groups, route
+
+Routing = Literal["soft", "top1", "sparse", "hard"]
+"""Those of the operators; "hard" executes "sparse", and its routers learn what other choices would
+have changed."""
 
 
 class MoSARCoreAttention(MegatronModule):
@@ -57,6 +63,9 @@ class MoSARCoreAttention(MegatronModule):
         softcap: float | None = None,
         query_pre_attn_scalar: float | None = None,
         routing: Routing = "soft",
+        router_queries: int | None = None,
+        start_regimes: Sequence[str] = (),
+        start_logit: float = 1.0,
         impl: str = "auto",
     ):
         """The first arguments are Megatron's.
@@ -64,7 +73,10 @@ class MoSARCoreAttention(MegatronModule):
         num_kv_heads: key/value heads of the whole layer. Megatron's own config does not say it here
         where there are fewer than ranks. softcap: c of c tanh(s/c), Gemma 2 has 50.
         query_pre_attn_scalar: scores are divided by its square root; by default Megatron's
-        `softmax_scale` holds. routing, impl: see `mosar_attention`.
+        `softmax_scale` holds. routing, impl: see `mosar_attention`; "hard" trains on what "sparse"
+        executes, with the routers' gradient from `router_queries` of a sequence (None: all) once
+        the layer has a `MoSARObjectiveState`, which knows the step. start_regimes: the regime that
+        each routing group starts in, in turn, by `start_logit`; (): routing starts uniform.
         """
         super().__init__(config=config)
         check_config(mosar)
@@ -77,7 +89,7 @@ class MoSARCoreAttention(MegatronModule):
         head_dim = config.kv_channels
         assert head_dim is not None
         self.layer_number, self.mosar = max(1, layer_number), mosar
-        self.softcap, self.impl = softcap, impl
+        self.softcap, self.impl, self.router_queries = softcap, impl, router_queries
         self.set_routing(routing)
         if query_pre_attn_scalar is not None:
             self.scale = float(query_pre_attn_scalar) ** -0.5
@@ -88,6 +100,7 @@ class MoSARCoreAttention(MegatronModule):
         if config.init_model_with_meta_device:
             device = "meta"
         options = {"device": device, "dtype": config.params_dtype}
+        options |= {"starts": start_regimes, "start_logit": start_logit}
         heads = config.num_attention_heads
         self.query_router = ParallelRouter(heads, head_dim, mosar, self.tp_group, **options)
         self.key_router = ParallelRouter(num_kv_heads, head_dim, mosar, self.tp_group, **options)
@@ -104,9 +117,10 @@ class MoSARCoreAttention(MegatronModule):
             )
 
     def set_routing(self, routing: Routing) -> None:
-        """ "soft", "top1" or "sparse", from the next pass on."""
-        if routing not in ROUTINGS:
-            raise ValueError(f"routing must be one of {ROUTINGS}, got {routing!r}")
+        """ "soft", "top1", "sparse" or "hard", from the next pass on."""
+        known = (*ROUTINGS, "hard")
+        if routing not in known:
+            raise ValueError(f"routing must be one of {known}, got {routing!r}")
         self.routing: Routing = routing
 
     def forward(
@@ -135,20 +149,18 @@ class MoSARCoreAttention(MegatronModule):
             _check_mask(attention_mask, attn_mask_type, len(query), len(key))
         routed_q, routed_k = route(self.query_router, self.key_router, query, key)
         self.last_routing = _detached(routed_q), _detached(routed_k)
-        bias = LayerRouting(routed_q, routed_k).bias(self.mosar, self.routing)
-        of_q, of_k = bias.query, bias.key
-        if self.routing == "soft":
-            # Each rank's heads add to the gradient of what all ranks share.
-            of_q, of_k = sum_gradients((of_q, of_k), self.tp_group)
+        # Each rank's heads add to the gradient of what all ranks share.
+        bias = self._bias(LayerRouting(routed_q, routed_k)).through(
+            lambda of_q, of_k: sum_gradients((of_q, of_k), self.tp_group)
+        )
         if self.mosar.routing_groups > 1:
-            groups = local_groups(self.key_router.groups_of_heads)
-            of_q, of_k = of_q[:, groups], of_k[:, groups]
+            bias = bias.of_groups(local_groups(self.key_router.groups_of_heads))
         q_BHTD, k_BKSD, v_BKSD = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         out_BHTD = attend(
             q_BHTD,
             k_BKSD,
             v_BKSD,
-            replace(bias, query=of_q, key=of_k),
+            bias,
             scale=self.scale,
             softcap=self.softcap,
             window=self.window,
@@ -156,10 +168,29 @@ class MoSARCoreAttention(MegatronModule):
             impl=self.impl,
         )
         out = out_BHTD.permute(2, 0, 1, 3).flatten(2)
-        if self.objective is not None:
-            cost = normalized_reach_cost(routed_q.probabilities, routed_k.probabilities, self.mosar)
+        if self.objective is not None and len(query) == len(key):
+            pi_q, pi_k = routed_q.probabilities, routed_k.probabilities
+            if self.objective.cost_of == "pairs":
+                cost = expected_density(pi_q, pi_k, self.mosar, segment_ids)
+            else:
+                cost = normalized_reach_cost(pi_q, pi_k, self.mosar)
             out = self.objective.collect(out, cost, self.layer_number)
         return out.squeeze(1) if packed else out
+
+    def _bias(self, routed: LayerRouting) -> LabelBias | MixtureBias:
+        """What the operators add to the scores; under "hard", the routers learn if they can."""
+        if self.routing != "hard":
+            return routed.bias(self.mosar, self.routing)
+        if not (torch.is_grad_enabled() and routed.query.probabilities.requires_grad):
+            return routed.bias(self.mosar, "sparse")
+        queries, length = None, routed.query.probabilities.shape[-2]
+        if self.objective is not None:
+            # The same on every rank, and where activations are recomputed.
+            step, layer = self.objective.step, self.layer_number
+            queries = sample_queries(self.router_queries, length, step=step, layer=layer)
+        if queries is not None:
+            queries = queries.to(routed.query.probabilities.device)
+        return routed.learned_bias(self.mosar, queries)
 
     def sharded_state_dict(
         self,

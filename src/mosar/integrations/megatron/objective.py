@@ -8,7 +8,7 @@ loss weighs (microbatches, fp16 loss scaling) is read off where the backward pas
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -20,8 +20,20 @@ from mosar.core.losses import warmed_up
 class MoSARObjectiveState:
     """The weight of the reach cost over training, and the cost of the last forward pass."""
 
-    def __init__(self, cost_weight: float = 0.0, cost_warmup: int = 500):
-        """lambda grows linearly to `cost_weight` over `cost_warmup` steps."""
+    def __init__(
+        self,
+        cost_weight: float = 0.0,
+        cost_warmup: int = 500,
+        cost_of: Literal["reach", "pairs"] = "reach",
+    ):
+        """lambda grows linearly to `cost_weight` over `cost_warmup` steps.
+
+        cost_of: what has the price, the expected reach of a token or the expected pairs of the
+        support.
+        """
+        if cost_of not in ("reach", "pairs"):
+            raise ValueError(f"cost_of must be reach or pairs, got {cost_of!r}")
+        self.cost_of = cost_of
         for name, value in (("cost_weight", cost_weight), ("cost_warmup", cost_warmup)):
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
                 raise ValueError(f"{name} must be a number >= 0, got {value!r}")

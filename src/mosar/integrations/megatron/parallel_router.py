@@ -38,10 +38,15 @@ class ParallelRouter(nn.Module):
         config: MoSARConfig,
         group: Any = None,
         *,
+        starts: Sequence[str] = (),
+        start_logit: float = 1.0,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ):
         """`num_heads` are those of the whole layer; `group` is the tensor-parallel process group.
+
+        starts: the regime that each routing group starts in, in turn, `start_logit` above the
+        others; none: routing starts uniform.
 
         The weights are those of `PostPositionRouter` under the same state of torch's CPU generator,
         which must be the same on all ranks of the group (as Megatron keeps it).
@@ -58,6 +63,7 @@ class ParallelRouter(nn.Module):
                 f"routing_groups must divide the {num_heads} heads, got {config.routing_groups}"
             )
         self.num_heads, self.head_dim, self.config, self.group = num_heads, head_dim, config, group
+        self.starts, self.start_logit = [config.regime_index(name) for name in starts], start_logit
         self.copies = max(size // num_heads, 1)
         """Ranks that hold the same heads."""
         self.shards = size // self.copies
@@ -89,10 +95,15 @@ class ParallelRouter(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """W1 std 0.02, W2 std 1e-3, biases 0; the same numbers however many ranks there are."""
+        """W1 std 0.02, W2 std 1e-3, biases 0 but for the regimes that groups start in.
+
+        The numbers are the same however many ranks there are.
+        """
         with torch.device("cpu"):
             whole = PostPositionRouter(self.num_heads * self.head_dim, self.config)
         self.load(whole)
+        for group in range(len(self.bias2) if self.starts else 0):
+            self.bias2[group, self.starts[group % len(self.starts)]] = self.start_logit
 
     @torch.no_grad()
     def load(self, router: PostPositionRouter) -> None:

@@ -17,6 +17,7 @@ local parts, with the gradients of `operators`.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -184,13 +185,9 @@ class _SplitMoSAR(_Split, MoSAR):
     def attend_routed(
         self, q: Tensor, k: Tensor, v: Tensor, bias: LabelBias | MixtureBias, **options: Any
     ) -> Any:
-        if not self.keeps_groups and isinstance(bias, MixtureBias):
+        if not self.keeps_groups:
             # All heads use the same routing, so the gradients of all processes are added.
-            query, key = copy(self.heads.ranks.group, bias.query, bias.key)
-            bias = replace(bias, query=query, key=key)
-        elif not self.keeps_groups and isinstance(bias, LabelBias) and bias.learned is not None:
-            query, key = copy(self.heads.ranks.group, bias.learned.query, bias.learned.key)
-            bias = replace(bias, learned=replace(bias.learned, query=query, key=key))
+            bias = bias.through(partial(copy, self.heads.ranks.group))
         return super().attend_routed(q, *self.heads.own_keys(k, v), bias, **options)
 
 
