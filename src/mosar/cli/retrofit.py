@@ -93,6 +93,14 @@ def retrofit(
             "pairs are read.",
         ),
     ] = None,
+    dtype: Annotated[
+        str,
+        Option(
+            help="The base model's weights while the routers are trained: float32, bfloat16, or "
+            "auto: bfloat16 if this CPU has instructions for it, which takes less time. What is "
+            "measured afterwards is the float32 model."
+        ),
+    ] = "float32",
     text_field: TextField = "text",
     evaluate: Annotated[
         bool, Option(help="After training, measure perplexity, prefill and cache.")
@@ -121,12 +129,14 @@ def retrofit(
     sources = data or ["stdlib"]
     _check_paths(model, sources, start_from)
     geometry = None if config is None else load_geometry(config)
+    import torch
+
     from mosar.cli.report import report_retrofit
     from mosar.core.config import MoSARConfig
-    from mosar.integrations.retrofit.adapter import read_description
+    from mosar.integrations.retrofit.adapter import load_retrofitted, read_description
     from mosar.integrations.retrofit.attach import default_config
     from mosar.integrations.retrofit.attach import retrofit as attach
-    from mosar.integrations.retrofit.base_model import BaseIdentity, load_base
+    from mosar.integrations.retrofit.base_model import BaseIdentity, load_base, weights_dtype
     from mosar.integrations.retrofit.config import RetrofitSettings, changed_settings
     from mosar.integrations.retrofit.evaluate import ROUTINGS
     from mosar.integrations.retrofit.evaluator import ROUNDS, Evaluator
@@ -140,7 +150,8 @@ def retrofit(
     rank = named.get("lora", start.get("lora", 0))
     if RetrofitSettings(**named).total_steps:
         named["lora"] = rank
-    base_model, tokenizer = load_base(model)
+    weights = weights_dtype(dtype)
+    base_model, tokenizer = load_base(model, dtype=weights)
     settings = _settings_for(base_model, named)
     if estimate is not None:
         text = read_windows(
@@ -183,6 +194,9 @@ def retrofit(
             advice = "it reads more pairs than asked for; more --steps bring the density down"
         print(f"note: the target density was missed: {advice}", file=sys.stderr)
     if evaluate:
+        if weights != torch.float32:
+            del base_model
+            attached = load_retrofitted(out)
         evaluator = Evaluator(attached, out, windows.valid, [settings.length - 1], progress)
         evaluator.routings(ROUTINGS)
         evaluator.speed(ROUNDS)

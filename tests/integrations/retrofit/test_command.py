@@ -108,6 +108,26 @@ def test_the_folder_holds_an_adapter_and_a_report(retrofitted):
     assert attached.routing == "sparse" and attached.tokenizer is not None
 
 
+def test_routers_can_be_trained_in_bfloat16(base, tmp_path):
+    """The folder remembers it, and what is evaluated is the float32 model."""
+    out = tmp_path / "out"
+    arguments = ("retrofit", base / "model", "--data", base / "text.txt", "--out", out)
+    arguments += ("--config", base / "geometry.json", *ARGUMENTS)
+    result = run(*arguments, "--dtype", "bfloat16")
+    assert result.exit_code == 0, result.output
+    assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+    speeds = [
+        r
+        for r in read_records(out / "evaluations" / "retrofit.jsonl")
+        if isinstance(r, RetrofitSpeed)
+    ]
+    assert [speed.dtype for speed in speeds] == ["float32"]
+    again = run(*arguments)
+    assert again.exit_code == 1 and "a run with other dtype; give another --out" in again.stderr
+    wrong = run(*arguments, "--dtype", "float8")
+    assert wrong.exit_code == 2 and "dtype must be one of float32" in wrong.stderr
+
+
 def test_the_same_command_goes_on(base, retrofitted):
     out, _ = retrofitted
     before = (out / "metrics.jsonl").read_bytes()

@@ -1,7 +1,9 @@
 """Training routers: the objective falls, the density goes where it should, nothing is lost."""
 
+import hashlib
 import json
 import signal
+from dataclasses import replace
 
 import pytest
 import torch
@@ -99,6 +101,23 @@ def test_windows_begin_at_every_position_of_the_context(tmp_path, monkeypatch):
     offsets = [learner._offset(step) for step in range(200)]
     # The tiny model reads 512 tokens.
     assert min(offsets) < 40 and 345 < max(offsets) <= 512 - LENGTH
+    farther = RetrofitSettings.from_dict(settings.to_dict() | {"position_range": 3.0})
+    learner = RouterLearner(attached, same, farther, BaseIdentity.of(attached.model))
+    offsets = [learner._offset(step) for step in range(200)]
+    assert min(offsets) < 60 and 1300 < max(offsets) <= 3 * 512 - LENGTH
+
+
+def test_newer_settings_at_their_defaults_keep_the_fingerprint():
+    base = BaseIdentity.of(tiny_model(num_hidden_layers=2))
+    config = RetrofitConfig(start=None, base=base, geometry=GEOMETRY, settings=SETTINGS)
+    older = config.to_dict()
+    del older["dtype"], older["settings"]["position_range"]
+    assert RetrofitConfig.from_dict(older) == config
+    expected = hashlib.sha256(json.dumps(older, sort_keys=True).encode()).hexdigest()
+    assert config.fingerprint() == expected
+    assert replace(config, dtype="bfloat16").fingerprint() != expected
+    farther = RetrofitSettings.from_dict(SETTINGS.to_dict() | {"position_range": 2.0})
+    assert replace(config, settings=farther).fingerprint() != expected
 
 
 def test_windows_beyond_the_context_are_refused(tmp_path):
@@ -218,6 +237,7 @@ def test_a_run_that_never_made_a_step_does_not_keep_its_folder(tmp_path, monkeyp
         ({"steps": -1}, "steps must be an integer >= 0"),
         ({"queries": 4096, "length": 128}, "queries must not exceed length=128"),
         ({"learning_rate": float("nan")}, "learning_rate"),
+        ({"position_range": 0.5}, "position_range"),
         ({"speed": 1}, "unknown keys"),
     ],
 )

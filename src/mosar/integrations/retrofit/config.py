@@ -53,6 +53,9 @@ class RetrofitSettings:
     lora_rate: float = 1e-3
     """Their learning rate, in the place of `tune_rate`."""
     weight_decay: float = 0.01
+    position_range: float = 1.0
+    """Windows lie within this multiple of the model's context, at random. Above 1, the routers also
+    see positions that only longer texts have; attention itself depends on distances alone."""
     seed: int = 0
     valid_windows: int = 2
     """Windows held out for validation."""
@@ -75,6 +78,7 @@ class RetrofitSettings:
             ("tune_cost", 1e-7, 1e2),
             ("lora_rate", 1e-9, 1.0),
             ("weight_decay", 0.0, 1.0),
+            ("position_range", 1.0, 1024.0),
         ):
             check_number(self, name, least=low, most=high)
         if self.queries > self.length:
@@ -107,6 +111,8 @@ class RetrofitConfig:
     base: BaseIdentity
     geometry: MoSARConfig
     settings: RetrofitSettings
+    dtype: str = "float32"
+    """Of the base model's weights while the routers are trained."""
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -115,6 +121,7 @@ class RetrofitConfig:
             "base": self.base.to_dict(),
             "geometry": self.geometry.to_dict(),
             "settings": self.settings.to_dict(),
+            "dtype": self.dtype,
         }
 
     @classmethod
@@ -126,10 +133,19 @@ class RetrofitConfig:
             base=decode(BaseIdentity, values["base"], "base"),
             geometry=MoSARConfig.from_dict(values["geometry"]),
             settings=RetrofitSettings.from_dict(values["settings"]),
+            dtype=values.get("dtype", "float32"),
         )
 
     def fingerprint(self) -> str:
-        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
+        values = self.to_dict()
+        # Older runs lack these; their defaults do not change a fingerprint.
+        for holder, name, default in (
+            (values, "dtype", "float32"),
+            (values["settings"], "position_range", 1.0),
+        ):
+            if holder[name] == default:
+                del holder[name]
+        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def changed_settings(named: Mapping[str, Any], changes: Iterable[str]) -> dict[str, Any]:

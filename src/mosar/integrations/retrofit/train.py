@@ -138,8 +138,9 @@ class RouterLearner(Run):
             self.cost_weight = description["notes"].get("cost_weight", settings.cost_weight)
             settings = replace(settings, entropy_weight=0.0)
         self.attached, self.windows, self.settings, self.notes = attached, windows, settings, notes
+        dtype = str(attached.model.dtype).removeprefix("torch.")
         self.config = RetrofitConfig(
-            start=start, base=base, geometry=attached.config, settings=settings
+            start=start, base=base, geometry=attached.config, settings=settings, dtype=dtype
         )
         self.team, self.tokens_per_step = Team(), settings.length
         every = settings.checkpoint_every
@@ -257,9 +258,11 @@ class RouterLearner(Run):
         """The position at which the window of a step begins.
 
         Rotary attention depends on distances alone, but routers read rotated queries and keys: they
-        must have seen every position of the model's context, not only those of a window.
+        must have seen every position of the model's context, not only those of a window, and more
+        of them for longer texts.
         """
-        most = (context_length(self.attached.model) or 0) - self.settings.length
+        context = context_length(self.attached.model) or 0
+        most = int(context * self.settings.position_range) - self.settings.length
         generator = torch.Generator().manual_seed(self.settings.seed * 1_000_003 + step)
         return int(torch.randint(0, max(most, 0) + 1, (), generator=generator))
 
