@@ -58,7 +58,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         **_model(256, 6, 4, 2, 64, 768, length=512),
         **_train((1e-3, 1e-4), warmup=100, evaluate=(100, 16), steps=8000, checkpoint_every=100),
         "train.micro_batch": 4,
-        "train.keep_every": 1600,
+        "train.keep_every": 800,
     },
     "retrieval": {
         **_model(128, 2, 4, 4, 32, 256, length=256),
