@@ -96,6 +96,19 @@ def test_milestones_are_evaluated_and_drawn(small, tmp_path):
     assert len(densities) == 2 and all(0 < density <= 1 for density in densities)
 
 
+def test_chosen_milestones_are_evaluated(small, tmp_path):
+    changes = (*CHANGES, "train.keep_every=2")
+    chosen = {"changes": changes, "lengths": ("1x",)}
+    run(small("rope", milestones=(4,), **chosen), tmp_path / "e")
+    (records,) = records_of(tmp_path / "e").values()
+    assert [r.step for r in records if isinstance(r, EvaluationRecord)] == [4, STEPS]
+    with pytest.raises(TrainingError, match=r"with milestones \[4\], not None"):
+        run(small("rope", "alibi", **chosen), tmp_path / "e")
+    for steps in ((3,), (STEPS,), (0,)):
+        with pytest.raises(ValueError, match=rf"train.keep_every=2 keeps .* got {steps[0]}"):
+            run(small("rope", milestones=steps, **chosen), tmp_path / "other")
+
+
 def test_a_finished_cell_is_not_run_again(small, tmp_path):
     out = tmp_path / "e"
     run(small("rope"), out)

@@ -20,6 +20,7 @@ from mosar.cli.options import (
     check_dataset,
     check_names,
     listed,
+    numbers,
 )
 from mosar.errors import TrainingError, TrainingInterrupted
 
@@ -57,6 +58,14 @@ def reproduce(
     changes: Changes = None,
     lengths: Lengths = "1x,2x,4x",
     eval_tokens: PredictedTokens = None,
+    milestones: Annotated[
+        str | None,
+        Option(
+            metavar="STEP,STEP",
+            help="Steps that are evaluated besides the last, or none; by default all whose "
+            "checkpoints train.keep_every keeps.",
+        ),
+    ] = None,
     jobs: Annotated[
         int | None,
         Option(
@@ -115,6 +124,7 @@ def reproduce(
         changes=tuple(changes or ()),
         lengths=listed(lengths),
         eval_tokens=eval_tokens,
+        milestones=_parse_milestones(milestones),
     )
     if data is None and settings.reads_text and not default.exists():
         print(f"mosar: preparing {default} from Python's standard library", file=sys.stderr)
@@ -131,3 +141,9 @@ def reproduce(
     if result.failed:
         first, why = next(iter(result.failed.items()))
         raise TrainingError(f"{count_cells(len(result.failed))} failed; {first}: {why}")
+
+
+def _parse_milestones(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    return () if text == "none" else tuple(sorted(set(numbers("--milestones", text))))

@@ -36,7 +36,6 @@ from mosar.experiments.work import (
     duration_text,
     evaluation_work,
     guess_seconds,
-    milestones,
     training_work,
 )
 from mosar.files import parse_json, replace_synced
@@ -178,7 +177,7 @@ def run_cell(
         raise TrainingInterrupted("stopped after the last step of a cell", stopped_by)
     display.show(f"{label}: evaluating", now=True)
     records: list[Record] = [training_record(run, cell, data=settings.data)]
-    for step in (*milestones(config), config.train.steps):
+    for step in settings.evaluated_steps(config):
         records += evaluate(
             run,
             lengths=settings.lengths,
@@ -249,7 +248,8 @@ def _open(settings: ExperimentSettings, out: Path) -> None:
     fingerprint = settings.data_fingerprint()
     if path.exists():
         try:
-            there = parse_json(path.read_bytes())
+            # An earlier version evaluated all milestones.
+            there = {"milestones": None, **parse_json(path.read_bytes())}
             differing = [key for key in asked if there[key] != asked[key]]
             names = list(there["cells"])
             known = there.get("data_fingerprint")

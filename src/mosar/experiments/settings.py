@@ -88,6 +88,8 @@ class ExperimentSettings:
     lengths: tuple[str, ...] = LENGTHS
     eval_tokens: int | None = None
     """Tokens to predict at each length; None: as many as 64 training steps see."""
+    milestones: tuple[int, ...] | None = None
+    """Steps that are evaluated besides the last; None: all that `train.keep_every` keeps."""
 
     def __post_init__(self) -> None:
         check_name("preset", self.preset, PRESETS)
@@ -153,10 +155,22 @@ class ExperimentSettings:
         """A hash of the data's contents; None if no cell reads it."""
         return data_fingerprint(Manifest.read(self.data)) if self.reads_text else None
 
+    def evaluated_steps(self, config: RunConfig) -> tuple[int, ...]:
+        """The milestones of a run, then its last step."""
+        chosen = _kept_steps(config) if self.milestones is None else self.milestones
+        return (*chosen, config.train.steps)
+
     def check_cells(self) -> None:
         """A ValueError, before the first cell, for settings that no cell could run with."""
         for cell in self.cells():
-            self._check_evaluation(self.config(cell))
+            config = self.config(cell)
+            self._check_evaluation(config)
+            for step in self.milestones or ():
+                if step not in _kept_steps(config):
+                    raise ValueError(
+                        f"milestones must be steps before the last ({config.train.steps}) at which "
+                        f"train.keep_every={config.train.keep_every} keeps a checkpoint, got {step}"
+                    )
 
     def _check_evaluation(self, config: RunConfig) -> None:
         """Finds errors that would otherwise appear after hours of training."""
@@ -175,4 +189,11 @@ class ExperimentSettings:
     def shared(self) -> dict[str, Any]:
         """The settings that all cells of one folder must share."""
         kept = asdict(replace(self, grid=()))
-        return {key: kept[key] for key in ("preset", "changes", "lengths", "eval_tokens")}
+        shared = ("preset", "changes", "lengths", "eval_tokens", "milestones")
+        return {key: kept[key] for key in shared}
+
+
+def _kept_steps(config: RunConfig) -> range:
+    """Steps before the last whose checkpoints are kept."""
+    every = config.train.keep_every
+    return range(every, config.train.steps, every) if every else range(0)

@@ -36,12 +36,6 @@ def training_work(config: RunConfig) -> int:
     return _TRAINING * config.train.steps * config.tokens_per_step
 
 
-def milestones(config: RunConfig) -> range:
-    """Steps before the last whose checkpoints are kept, and evaluated too."""
-    every = config.train.keep_every
-    return range(every, config.train.steps, every) if every else range(0)
-
-
 def evaluation_work(settings: ExperimentSettings, config: RunConfig) -> int:
     """Routed variants are evaluated three times, and the discarded mass is two passes more."""
     sizes = parse_lengths(settings.lengths, config.model.max_length)
@@ -51,7 +45,7 @@ def evaluation_work(settings: ExperimentSettings, config: RunConfig) -> int:
         tokens = min(tokens, TokenStream(config.data.folder, "valid", verify=False).num_tokens)
     routed = config.attention.geometry_class.routed
     # Attention grows with the length, but at these sizes the rest of the model outweighs it.
-    return (len(milestones(config)) + 1) * len(sizes) * tokens * (4 if routed else 1)
+    return len(settings.evaluated_steps(config)) * len(sizes) * tokens * (4 if routed else 1)
 
 
 def guess_seconds(
