@@ -27,11 +27,11 @@ from mosar.report.curves import (
     mass_by_tokens,
 )
 from mosar.report.experiment import load_experiment
-from mosar.report.formats import setting
+from mosar.report.formats import MISSING, setting
 from mosar.report.grid_tables import axis_table, change_table
 from mosar.report.sections import all_items, make_sections
 from mosar.report.summary import abstract
-from mosar.report.tables import retrieval_table
+from mosar.report.tables import milestones_table, retrieval_table
 from report.synthetic import (
     ALL,
     compare,
@@ -255,6 +255,42 @@ def test_milestones_show_the_gap_the_mass_and_what_is_found(tmp_path):
     assert (trained.note, sparse.note) == ("as trained", "sparse")
     full = far_accuracy(make_retrieval(cell, "passkey", "sparse"), medium_reach(c))
     assert [p.y for p in sparse.points] == [pytest.approx(full / 2), pytest.approx(full)]
+
+
+def test_milestones_table_ranks_at_each_number_of_tokens(tmp_path):
+    write_experiment(tmp_path, variants=("rope", "mosar"), seeds=(0,), benchmarks=False)
+    assert milestones_table(Comparison(load_experiment(tmp_path))).empty
+    # Half-way rope is behind mosar, by as much as it is ahead of itself at the end.
+    for variant, worse in (("rope", 2.0), ("mosar", 1.0)):
+        cell = Cell(variant=variant, preset="small", seed=0)
+        for factor in (1, 2, 4):
+            for routing in ("native",) if variant == "rope" else ("soft", "sparse"):
+                record = make_evaluation(cell, factor, routing)
+                half = replace(record, step=record.step // 2, loss=record.loss + worse)
+                append_record(tmp_path / "records" / f"{cell.name}.jsonl", half)
+    c = Comparison(load_experiment(tmp_path))
+    table = milestones_table(c)
+    assert len(table.rows) == 4 and table.keys[:2] == ("mosar", "rope")
+    half, end = dict.fromkeys(table.groups)
+    total = c.trainings["rope"][0].tokens / 1e6
+    assert (half, end) == (f"{total / 2:.2f} million tokens", f"{total:.2f} million tokens")
+    rows = {
+        (group, key): row
+        for group, key, row in zip(table.groups, table.keys, table.rows, strict=True)
+    }
+    at_end = [c.estimate(Setting("mosar", factor)).mean for factor in c.factors]
+    assert [cell.sort for cell in rows[end, "mosar"][1:4]] == at_end
+    half_way = [cell.sort for cell in rows[half, "mosar"][1:4]]
+    assert half_way == pytest.approx([math.e * figure for figure in at_end])
+    of_rope = c.estimate(Setting("rope", 4.0)).mean
+    assert rows[half, "mosar"][5].sort == pytest.approx(
+        100 * (at_end[2] * math.e / (of_rope * math.e**2) - 1)
+    )
+    assert rows[half, "rope"][4].sort == 0 and rows[half, "rope"][6].text == MISSING
+    assert (
+        rows[end, "mosar"][6].sort
+        == c.estimate(Setting("mosar", 1.0, "sparse"), lambda r: r.density).mean
+    )
 
 
 def test_runs_that_were_only_executed_sparsely_have_a_page(tmp_path):

@@ -55,6 +55,7 @@ from mosar.report.tables import (
     claims_table,
     gap_table,
     main_table,
+    milestones_table,
     mode_table,
     pair_table,
     retrieval_table,
@@ -281,7 +282,7 @@ def _sparse(c: Comparison) -> Iterator[Item]:
 
 
 def _training(c: Comparison) -> Iterator[Item]:
-    yield from _shown([validation_curves(c), validation_delta(c)])
+    yield from _shown([validation_curves(c), validation_delta(c), milestones_table(c)])
     for name, make in (
         ("milestones", perplexity_by_tokens),
         ("densities", density_by_tokens),
