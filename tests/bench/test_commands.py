@@ -57,6 +57,8 @@ def test_table_and_records(bench, tmp_path, command, columns, competitors):
         *((c, "--shapes 8x3x64", "multiple of the key/value heads, got '8x3x64'") for c in SHAPED),
         *((c, "--shapes ,", "at least one shape is needed") for c in SHAPED),
         (f"{TRAIN} --run runs/a", "--variants fox", "--variants cannot be given with --run"),
+        (f"{TRAIN} --run runs/a", "--preset quick", "--preset cannot be given with --run"),
+        (TRAIN, "--data data/wiki", "--data is that of a run, so it needs --run RUN"),
         *((c, "--memory some", "--memory takes numbers") for c in (ATTENTION, TRAIN)),
         *((c, "--memory 0", "lengths must be at least 1, got 0") for c in (ATTENTION, TRAIN)),
         *((c, "--lengths 0", "lengths must be at least 1, got 0") for c in (ATTENTION, TRAIN)),

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from mosar.bench.training import (
     exact_loss,
 )
 from mosar.bench.variants import VariantComparison
-from mosar.errors import ModelError
+from mosar.errors import DataError, ModelError
 from mosar.evaluation.evaluate import evaluate
 from mosar.model.decoder import Decoder
 from mosar.records import Measurement
@@ -142,7 +143,29 @@ def test_a_trained_model_is_timed_on_its_own_text(trained, monkeypatch):
     assert str(run) in comparison.notes([record])
 
 
+def test_a_run_in_bfloat16_is_timed_and_checked_in_float32(trained):
+    """And of a soft model, the density is that of its training step: it reads every pair."""
+    run = trained("mosar", "train.precision=bf16")
+    comparison = VariantComparison(run_folder=run, seconds=1e-3, lengths=(64,))
+    (case,) = comparison.cases()
+    assert case.size.config("mosar").train.precision == "fp32"
+    (record,) = comparison.run()
+    assert record.correct and record.density == 1
+
+
+def test_a_run_is_timed_where_its_schedules_are(trained):
+    """Hard from 3/4 of the steps, and with a floor that has fallen: as the checkpoint is."""
+    run = trained("mosar", "attention.hard_from=0.75", "attention.floor=0")
+    comparison = VariantComparison(run_folder=run, seconds=1e-3, lengths=(64,))
+    (record,) = comparison.run()
+    assert record.correct and 0 < record.density < 1
+
+
 def test_runs_that_cannot_be_timed(trained):
+    with pytest.raises(ModelError, match="isolated documents"):
+        VariantComparison(run_folder=trained("mosar", "data.isolate_documents=true"))
+    with pytest.raises(DataError, match="there is no dataset nowhere"):
+        VariantComparison(run_folder=trained("mosar"), data=Path("nowhere"))
     with pytest.raises(ModelError, match="is a run of rope, which others are compared with"):
         VariantComparison(run_folder=trained("rope"))
     comparison = VariantComparison(run_folder=trained("mosar"), lengths=(10**6,))

@@ -87,7 +87,8 @@ def formula_cross_entropy(scores, targets, softcap, share):
 
 
 @given(
-    shape=SHAPES,
+    # Wide enough for several blocks of the longest sums.
+    shape=st.tuples(st.integers(1, 20), st.integers(1, 300)),
     scale=st.sampled_from([1e-3, 1.0, 30.0]),
     softcap=st.sampled_from([None, 3.0, 30.0, 100.0]),
     seed=st.integers(0, 999),

@@ -88,7 +88,8 @@ def test_it_resumes_bit_for_bit(hard_run, tmp_path):
 
 @pytest.mark.parametrize(("groups", "sinks"), [(1, 0), (2, 0), (2, 3)])
 @pytest.mark.parametrize("packed", [False, True])
-def test_expected_pairs_of_one_hot_routing_are_the_density(groups, sinks, packed):
+@pytest.mark.parametrize("window", [None, 20])
+def test_expected_pairs_of_one_hot_routing_are_the_density(groups, sinks, packed, window):
     settings = AttentionConfig(geometry="mosar", routing_groups=groups, num_sinks=sinks)
     config = settings.mosar_config(64)
     generator = torch.Generator().manual_seed(2)
@@ -96,11 +97,11 @@ def test_expected_pairs_of_one_hot_routing_are_the_density(groups, sinks, packed
     labels = [torch.randint(0, 3, shape, generator=generator) for _ in range(2)]
     pi = [torch.nn.functional.one_hot(x, 3).double() for x in labels]
     segment_ids = (torch.arange(90) // torch.tensor([[90], [30], [41]])) if packed else None
-    density = build_hard_domain(*labels, config, segment_ids=segment_ids).density
-    found = expected_density(*pi, config, segment_ids)
+    density = build_hard_domain(*labels, config, segment_ids=segment_ids, window=window).density
+    found = expected_density(*pi, config, segment_ids, window=window)
     assert float(found) == pytest.approx(density, rel=1e-12)
     assert torch.autograd.gradcheck(
-        lambda q, k: expected_density(q, k, config, segment_ids),
+        lambda q, k: expected_density(q, k, config, segment_ids, window=window),
         [x.requires_grad_() for x in pi],
         fast_mode=True,
     )
@@ -113,6 +114,11 @@ def test_padding_has_no_expected_pairs():
     padded = [torch.nn.functional.pad(pi, (0, 0, 20, 0), value=0.3) for pi in (pi_q, pi_k)]
     alone = expected_density(pi_q, pi_k, config)
     torch.testing.assert_close(expected_density(*padded, config, valid=valid), alone)
+    # A window that a regime reaches beyond takes its far pairs away.
+    near = expected_density(pi_q, pi_k, config, window=30)
+    found = expected_density(*padded, config, valid=valid, window=30)
+    torch.testing.assert_close(found, near)
+    assert near != alone
 
 
 def test_expected_pairs_are_wide_under_autocast():

@@ -78,6 +78,10 @@ class TrainingCase:
         sizes = {"preset": self.preset, "vocab_size": self.vocab_size}
         return resolve_config(variant=variant, data="data", changes=changes, **sizes)
 
+    def first_step(self, variant: str) -> int:
+        """From the middle of training on: what a variant does at first only is not its speed."""
+        return self.config(variant).train.steps // 2
+
     def set_weights(self, decoder: Decoder, variant: str) -> None:
         """Gives a new decoder of this case the weights that its steps start from."""
         decoder.init_weights(self.config(variant).train.seed)
@@ -239,8 +243,7 @@ def _our_step(case: TrainingCase, variant: str) -> tuple[Step, int]:
     config = case.config(variant)
     learner = Learner.of(config, batches)
     case.set_weights(learner.decoder, variant)
-    # From the middle on: what a variant does at first only is not its speed.
-    numbers = count(config.train.steps // 2)
+    numbers = count(case.first_step(variant))
 
     def step() -> float:
         line = learner.update(next(numbers))

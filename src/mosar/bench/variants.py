@@ -49,6 +49,8 @@ class TrainedCase(TrainingCase):
     """The model of a run folder beside rope of the same size; N is that of its training."""
 
     run: Path = Path()
+    data: Path | None = None
+    """Where the data of the run lies now."""
 
     @property
     def loaded(self) -> LoadedRun:
@@ -58,19 +60,27 @@ class TrainedCase(TrainingCase):
         # The weights hardly move, so that all rounds have the support of the trained model.
         still = ("train.learning_rate=1e-12", "train.min_learning_rate=1e-12")
         size = (f"train.micro_batch={self.batch}", "train.accumulation=1")
-        config = changed_config(self.loaded.config, (*size, *still))
+        # As all rows of the table, and as precise as the check of the loss.
+        here = ("train.device=cpu", "train.precision=fp32")
+        config = changed_config(self.loaded.config, (*size, *still, *here))
         return replace(config, attention=VARIANTS[BASE]) if variant == BASE else config
+
+    def first_step(self, variant: str) -> int:
+        """That of the checkpoint: schedules are where they were."""
+        return self.loaded.step
 
     def set_weights(self, decoder: Decoder, variant: str) -> None:
         if variant == BASE:
             super().set_weights(decoder, variant)
-        else:
-            decoder.load_state_dict(self.loaded.decoder.state_dict())
+            return
+        loaded = self.loaded
+        decoder.load_state_dict(loaded.decoder.state_dict())
+        decoder.begin_step(loaded.step, loaded.schedule)
 
     def tokens(self) -> Tensor:
         """The first windows of its training text."""
         loaded = self.loaded
-        stream = TokenStream(loaded.find_data(), "train", verify=False)
+        stream = TokenStream(loaded.find_data(self.data), "train", verify=False)
         if stream.num_windows(self.length) < self.batch:
             raise ModelError(
                 f"the text of {self.run} has {stream.num_tokens:,} tokens, too few for "
@@ -80,11 +90,15 @@ class TrainedCase(TrainingCase):
 
     @torch.no_grad()
     def density(self) -> float:
-        """The exact density of what the trained model reads on these tokens."""
-        decoder, tally = self.loaded.decoder, PairTally()
-        routed = decoder(self.tokens()[:, :-1], routing="sparse").routings
-        shape = (self.batch, self.length)
-        tally.add(decoder.geometries, shape, "sparse", routed)
+        """The exact density of what its training reads on these tokens."""
+        decoder, tally = self.loaded.decoder.cpu(), PairTally()
+        geometry = decoder.geometries[0]
+        routing = geometry.executed("soft")
+        if geometry.routed and routing == "soft":
+            # A mixture evaluates every pair.
+            return 1.0
+        routed = decoder(self.tokens()[:, :-1], routing=routing).routings
+        tally.add(decoder.geometries, (self.batch, self.length), routing, routed)
         return tally.density
 
 
@@ -105,6 +119,8 @@ class VariantComparison(Comparison[VariantCase, TrainingBenchmark]):
     """Names, or "all"."""
     run_folder: Path | None = None
     """A trained model, instead of variants with new weights."""
+    data: Path | None = None
+    """Where the data of that run lies now."""
     lengths: tuple[int, ...] = (512,)
     softcap: tuple[str, ...] = SETTINGS[:1]
     preset: str = "small"
@@ -117,20 +133,26 @@ class VariantComparison(Comparison[VariantCase, TrainingBenchmark]):
         super().__post_init__()
         self.check_lengths(self.memory)
         if self.run_folder is not None:
-            object.__setattr__(self, "variants", (self._trained_variant(self.run_folder),))
+            object.__setattr__(self, "variants", (self._trained_variant(),))
         elif self.variants == ("all",):
             object.__setattr__(self, "variants", tuple(name for name in VARIANTS if name != BASE))
         check_names("variant", self.variants, VARIANTS)
         check_names("softcap", self.softcap, SETTINGS)
         self.cases()[0].size.config(BASE)
 
-    @staticmethod
-    def _trained_variant(run: Path) -> str:
-        """The variant of a run; a ModelError for one that cannot be timed."""
+    def _trained_variant(self) -> str:
+        """The variant of the run; a ModelError for one that cannot be timed."""
+        run = self.run_folder
+        assert run is not None
         loaded = LoadedRun.open(run)
         if loaded.config.data.task != "text":
             raise ModelError(f"{run} learnt a task; give a run that was trained on text")
-        loaded.find_data()
+        if loaded.config.data.isolate_documents:
+            raise ModelError(
+                f"{run} was trained on isolated documents (data.isolate_documents), which this "
+                "benchmark does not have; give another run"
+            )
+        loaded.find_data(self.data)
         variant = loaded.config.variant or loaded.config.attention.geometry
         if variant == BASE:
             raise ModelError(f"{run} is a run of {BASE}, which others are compared with")
@@ -150,7 +172,7 @@ class VariantComparison(Comparison[VariantCase, TrainingBenchmark]):
         config = LoadedRun.open(self.run_folder).config
         setting = "plain" if config.model.attn_softcap is None else "capped"
         preset = config.preset or "–"
-        return [TrainedCase(length, setting, preset, run=self.run_folder)]
+        return [TrainedCase(length, setting, preset, run=self.run_folder, data=self.data)]
 
     @cached_property
     def _bases(self) -> dict[TrainingCase, tuple[Step, int]]:
@@ -208,7 +230,8 @@ class VariantComparison(Comparison[VariantCase, TrainingBenchmark]):
             f"with {BASE}'s; times are CPU time of the process, medians."
         )
         if self.run_folder is not None:
-            said += f" The model is that of {self.run_folder}, with its own weights and text."
+            said += f" The model is that of {self.run_folder}, with its own weights and text, in "
+            said += "float32. Density: of what a training step reads."
         return said
 
 

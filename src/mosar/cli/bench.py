@@ -16,6 +16,7 @@ from typer import Option
 from mosar.cli.app import command, command_group
 from mosar.cli.options import (
     Geometry,
+    MovedData,
     Threads,
     check_figure,
     check_folder_of,
@@ -132,7 +133,11 @@ def bench_train(
             "with --run: as it was trained)."
         ),
     ] = None,
-    preset: Annotated[str, Option(help="The preset that gives the model its size.")] = "small",
+    preset: Annotated[
+        str | None,
+        Option(help="The preset that gives the model its size; by default small. Not with --run."),
+    ] = None,
+    data: MovedData = None,
     memory: Annotated[
         str | None,
         Option(
@@ -169,15 +174,16 @@ def bench_train(
     from mosar.bench.training import TrainingComparison
     from mosar.bench.variants import VariantComparison
 
+    if data is not None and run_folder is None:
+        raise ValueError(f"--data is that of a run, so it needs --run RUN; got --data {data}")
     if run_folder is None and variants is None:
-        del options["variants"], options["run_folder"]
+        del options["variants"], options["run_folder"], options["data"]
         return _compare(TrainingComparison, options)
     if run_folder is not None:
-        taken = {"--variants": variants, "--softcap": softcap}
+        taken = {"--variants": variants, "--softcap": softcap, "--preset": preset}
         given = [name for name, value in taken.items() if value is not None]
         if given:
             raise ValueError(f"{given[0]} cannot be given with --run, which has its own")
-        del options["preset"]
     _compare(VariantComparison, options)
 
 

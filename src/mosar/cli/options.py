@@ -51,8 +51,8 @@ Variant = Annotated[str | None, Option(help=f"{VARIANTS}.")]
 Preset = Annotated[
     str | None,
     Option(
-        help="smoke (takes seconds), quick (minutes), small (hours), medium (a day) or paper (a "
-        "cluster); retrieval learns a task in minutes."
+        help="smoke (takes seconds), quick (minutes a variant), small (half an hour), medium "
+        "(hours) or paper (a cluster); retrieval learns a task in minutes."
     ),
 ]
 Lengths = Annotated[str, Option(help="Multiples of the training length (2x), or tokens (2048).")]

@@ -195,7 +195,8 @@ def retrofit(
         print(f"note: the target density was missed: {advice}", file=sys.stderr)
     if evaluate:
         if weights != torch.float32:
-            del base_model
+            # Both hold the narrow model.
+            del base_model, attached
             attached = load_retrofitted(out)
         evaluator = Evaluator(attached, out, windows.valid, [settings.length - 1], progress)
         evaluator.routings(ROUTINGS)

@@ -79,12 +79,13 @@ def expected_density(
     config: MoSARConfig,
     segment_ids: Tensor | None = None,
     valid: Tensor | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """The expected share of the causal pairs in the support: a scalar, in O(T R^2).
 
     pi_q and pi_k [B, T, R] or [B, Gr, T, R] of the same tokens, at consecutive positions;
-    segment_ids [B, T], each id one run; valid [B, T]: False for padding at either end. One-hot
-    routing gives the exact density.
+    segment_ids [B, T], each id one run; valid [B, T]: False for padding at either end; window: the
+    largest distance of a pair. One-hot routing gives the exact density.
     """
     check_config(config)
     if pi_q.shape != pi_k.shape or pi_q.shape[-1] != config.num_regimes:
@@ -93,9 +94,9 @@ def expected_density(
             f"got {list(pi_q.shape)} and {list(pi_k.shape)}"
         )
     if is_traced() or not (torch.is_grad_enabled() and (pi_q.requires_grad or pi_k.requires_grad)):
-        return _expected_density(pi_q, pi_k, config, segment_ids, valid)
+        return _expected_density(pi_q, pi_k, config, segment_ids, valid, window)
     # The backward pass recomputes the R^2 numbers per token instead of storing them.
-    given = (pi_q, pi_k, config, segment_ids, valid)
+    given = (pi_q, pi_k, config, segment_ids, valid, window)
     return checkpoint(_expected_density, *given, use_reentrant=False, preserve_rng_state=False)  # pyright: ignore[reportReturnType]
 
 
@@ -105,6 +106,7 @@ def _expected_density(
     config: MoSARConfig,
     segment_ids: Tensor | None,
     valid: Tensor | None,
+    window: int | None,
 ) -> Tensor:
     length, device = pi_q.shape[-2], pi_q.device
     # Sums over so many pairs need float32 at least, also under autocast.
@@ -120,8 +122,13 @@ def _expected_density(
     existing_BT = F.pad(exists_BT.long().cumsum(dim=1), (1, 0))
     # Existing keys of each token's own segment, up to the token itself.
     keys_BT = (existing_BT[:, 1:] - existing_BT.gather(1, start_BT)) * exists_BT
-    sinks_BT = keys_BT.clamp_max(config.num_sinks)
     is_routed_BT = exists_BT & (keys_BT > config.num_sinks)
+    sinks_BT = keys_BT.clamp_max(config.num_sinks)
+    if window is not None:
+        nearest_BT = start_BT.maximum(at_BT - window)
+        outside_BT = existing_BT.gather(1, nearest_BT) - existing_BT.gather(1, start_BT)
+        keys_BT, sinks_BT = ((x - outside_BT).clamp_min(0) for x in (keys_BT, sinks_BT))
+        start_BT = nearest_BT
     pi_q, pi_k = pi_q * exists_BT[:, None, :, None], pi_k * is_routed_BT[:, None, :, None]
     # The keys of regime n before each token; the keys in a window are the difference of two sums.
     before_BGTR = F.pad(pi_k.cumsum(dim=-2), (0, 0, 1, 0))

@@ -66,8 +66,7 @@ class LoadedRun:
                 f"{checkpoint.path} does not belong to the configuration in {run / CONFIG}"
             )
         decoder = Decoder(config.model, config.attention)
-        schedule = config.train.decay_steps or config.train.steps
-        decoder.begin_step(checkpoint.step, schedule)
+        decoder.begin_step(checkpoint.step, _schedule(config))
         load_parameters({p: name for name, p in decoder.named_parameters()}, checkpoint)
         decoder.to(_device(config.train.device)).eval().requires_grad_(False)
         checksum = checkpoint.model_checksum
@@ -91,6 +90,11 @@ class LoadedRun:
         """The manifest and the tokenizer of its data; an error where it is not there."""
         folder = self.find_data(data)
         return Manifest.read(folder), load_tokenizer(folder)
+
+    @property
+    def schedule(self) -> int:
+        """The steps that the schedules of training span."""
+        return _schedule(self.config)
 
     @property
     def train_length(self) -> int:
@@ -164,6 +168,10 @@ def _is_whole(folder: Path, step: int) -> bool:
 
 def _listed(steps: list[int]) -> str:
     return ", ".join(map(str, steps))
+
+
+def _schedule(config: RunConfig) -> int:
+    return config.train.decay_steps or config.train.steps
 
 
 def _device(name: str) -> torch.device:

@@ -42,6 +42,7 @@ from mosar.files import parse_json, replace_synced
 from mosar.records import Cell, Record, TrainingRecord, environment, read_records, record_line
 from mosar.training.batches import data_fingerprint
 from mosar.training.checkpoints import list_steps
+from mosar.training.config import NEUTRAL
 from mosar.training.loop import train
 from mosar.training.run_folder import CHECKPOINTS, foreign_file, has_run, locked
 
@@ -214,7 +215,7 @@ def is_finished(settings: ExperimentSettings, cell: Cell, out: Path) -> bool:
         f"{section}.{key} is {there[section].get(key)!r}, not {value!r}"
         for section in COMPARED
         for key, value in asked.to_dict()[section].items()
-        if there[section].get(key, value) != value
+        if there[section].get(key, value) != value and f"{section}.{key}" not in NEUTRAL
     ]
     if differing:
         raise TrainingError(

@@ -183,8 +183,9 @@ def _keep_freed_memory() -> None:
     except (AttributeError, OSError, TypeError):
         return
     largest_block, kept = -3, -1  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
-    set_option(largest_block, 1 << 30)
-    set_option(kept, (1 << 31) - 1)
+    # Older versions refuse more than 32 MiB. The second option stops glibc from choosing the first.
+    if set_option(largest_block, 1 << 30) or set_option(largest_block, 32 << 20):
+        set_option(kept, (1 << 31) - 1)
 
 
 class Clock:

@@ -2,9 +2,9 @@
 (all but the length of the cost's warm-up, which belongs to the budget).
 
 smoke      seconds; the tests run it
-quick      one variant in less than two minutes on two cores
+quick      one variant in two to four minutes on two cores
 retrieval  two layers that learn a task from `mosar.data.tasks`, about two minutes
-small      a few million parameters, 10 to 20 minutes per variant on two cores
+small      a few million parameters, 15 to 30 minutes per variant on two cores
 medium     the model of small on five times the tokens, with milestones on the way: hours a variant
 paper      the published setting: its "500M" are 538 million parameters without the embedding,
            800 million with it

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from mosar.attention import ROUTINGS, attend
 from mosar.core.bias import LabelBias, MixtureBias
+from mosar.core.checks import check_counts
 from mosar.core.choice_gradient import sample_queries
 from mosar.core.config import MoSARConfig, check_config
 from mosar.core.layout import can_check_values
@@ -90,6 +91,8 @@ class MoSARCoreAttention(MegatronModule):
         assert head_dim is not None
         self.layer_number, self.mosar = max(1, layer_number), mosar
         self.softcap, self.impl, self.router_queries = softcap, impl, router_queries
+        if router_queries is not None:
+            check_counts(self, {"router_queries": 1})
         self.set_routing(routing)
         if query_pre_attn_scalar is not None:
             self.scale = float(query_pre_attn_scalar) ** -0.5
@@ -171,7 +174,9 @@ class MoSARCoreAttention(MegatronModule):
         if self.objective is not None and len(query) == len(key):
             pi_q, pi_k = routed_q.probabilities, routed_k.probabilities
             if self.objective.cost_of == "pairs":
-                cost = expected_density(pi_q, pi_k, self.mosar, segment_ids)
+                cost = expected_density(
+                    *(pi_q, pi_k, self.mosar), segment_ids=segment_ids, window=self.window
+                )
             else:
                 cost = normalized_reach_cost(pi_q, pi_k, self.mosar)
             out = self.objective.collect(out, cost, self.layer_number)

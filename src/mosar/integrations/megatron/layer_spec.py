@@ -24,7 +24,7 @@ def mosar_layer_spec(
     """`spec` of a layer (or of a block of layers), a copy with MoSAR in its self-attention.
 
     `config` is the one the model is built from. The options are those of `MoSARCoreAttention`:
-    softcap, query_pre_attn_scalar, routing and impl.
+    softcap, query_pre_attn_scalar, routing, router_queries, start_regimes, start_logit and impl.
     """
     num_kv_heads = config.num_query_groups
     assert num_kv_heads is not None, "TransformerConfig sets it"
