@@ -104,10 +104,14 @@ def loss_bytes(config: RunConfig, tokens: int) -> float:
 
 
 def logits_bytes(config: RunConfig, tokens: int) -> float:
-    """A chunk of logits, twice with a soft-cap; freed before the backward pass."""
+    """A chunk of logits in float32, twice with a soft-cap; freed before the backward pass.
+
+    In bfloat16, a narrow chunk beside it takes the gradient.
+    """
     rows = config.train.loss_chunk or max(256, (1 << 21) // config.model.vocab_size)
     arrays = 1 if config.model.final_softcap is None else 2
-    return 4.0 * arrays * min(rows, tokens) * config.model.vocab_size
+    narrow = 2.0 if config.train.precision == "bf16" else 0.0
+    return (4.0 * arrays + narrow) * min(rows, tokens) * config.model.vocab_size
 
 
 def narrow_weight_bytes(config: RunConfig, mesh: Mesh) -> float:
