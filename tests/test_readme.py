@@ -233,6 +233,9 @@ def make_tiny(arguments):
     if "--variants" in arguments:
         # Their memory is not measured; every variant has a test of its own.
         tiny = tiny.replace("--memory none", "--variants rope,mosar")
+    if "--run" in arguments:
+        # The run has the size of its model.
+        tiny = tiny.replace("--preset smoke", "")
     if arguments[1] == "decode" and "--model" in arguments:
         tiny += " --model tiny"
     return [*arguments, *tiny.split()]

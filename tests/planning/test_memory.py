@@ -13,7 +13,7 @@ from mosar.training.distributed.mesh import Mesh
 from mosar.training.learner import Learner
 from mosar.training.objective import Objective
 from planning.configs import small_config
-from planning.peak import peak_of_update
+from planning.peak import as_on_a_gpu, peak_of_update
 
 ALONE = Mesh()
 BATCH, LENGTH = 2, 128
@@ -40,6 +40,7 @@ def saved_bytes(config):
     tokens = torch.randint(0, config.model.vocab_size, (BATCH, LENGTH + 1))
     narrow = config.train.precision == "bf16"
     with (
+        as_on_a_gpu(),
         torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
         torch.autocast("cpu", torch.bfloat16, enabled=narrow),
     ):

@@ -6,14 +6,12 @@ import sys
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mosar.errors import TrainingError
-from mosar.kernels import elementwise
 from mosar.model.decoder import Decoder
 from mosar.training.batches import open_batches
 from mosar.training.config import resolve_config
@@ -125,9 +123,7 @@ def held_job(job):
     """The most memory that an update holds."""
     config = configure(job)
     team = open_team(config)
-    # The plan is that of a GPU, where no native pass makes bfloat16 need less.
-    torch_path = patch.object(elementwise, "_NATIVE", (torch.float32,))
-    with team.running(Path(job["data"])), torch_path:
+    with team.running(Path(job["data"])):
         learner = Learner.of(config, open_batches(config, team.share), team=team)
         Path(job["out"]).write_text(json.dumps(peak_of_update(learner)))
 
