@@ -119,12 +119,13 @@ def test_command_works(command, tmp_path, monkeypatch):
         assert out.stat().st_size > 0
     elif arguments[0] == "bench":
         result = CliRunner().invoke(app, make_tiny(arguments))
+        missing = "there is no run folder" if "--run" in arguments else None
         if "cuda" in arguments and not torch.cuda.is_available():
+            missing = "--device cuda needs a GPU"
+        if missing is not None:
             # All of it is understood, and the one thing that is missing is named.
             assert result.exit_code == 1, result.output
-            assert result.stderr.startswith("mosar: error: --device cuda needs a GPU"), (
-                result.output
-            )
+            assert result.stderr.startswith(f"mosar: error: {missing}"), result.output
             return
     else:
         result = CliRunner().invoke(app, [*arguments, "--help"])
