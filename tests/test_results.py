@@ -178,9 +178,9 @@ def _of_retrofits():
     dense = {(r["text"], r["length"]): r for r in found if r["routing"] == "dense"}
     values = set()
     for record in found:
-        if record["routing"] == "sparse":
-            plain = dense[record["text"], record["length"]]["window_losses"]
-            pairs = zip(record["window_losses"], plain, strict=True)
+        plain = dense.get((record["text"], record["length"]))
+        if record["routing"] == "sparse" and plain is not None:
+            pairs = zip(record["window_losses"], plain["window_losses"], strict=True)
             values |= {f"{100 * math.expm1(sparse - own):.1f}" for sparse, own in pairs}
     return values
 
