@@ -354,7 +354,8 @@ def milestones_table(c: Comparison) -> Table:
         name="milestones",
         title="More training",
         caption="Checkpoints of one run, evaluated like the last. Before the last the learning "
-        "rate has not come down yet. Against RoPE: after as many tokens, within each seed.",
+        "rate has not come down yet. Perplexity: as each variant was trained. Against RoPE: after "
+        "as many tokens, within each seed. Density: executed sparsely, which may cost perplexity.",
         columns=tuple(columns),
         rows=tuple(rows),
         keys=tuple(keys),
