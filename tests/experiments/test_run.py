@@ -24,8 +24,8 @@ from mosar.experiments.settings import Axis, ExperimentSettings
 from mosar.experiments.work import duration_text
 from mosar.records import EvaluationRecord, TrainingRecord, read_records, record_line
 from mosar.report.comparison import Comparison, Setting
-from mosar.report.curves import density_by_tokens, perplexity_by_tokens
 from mosar.report.experiment import load_experiment
+from mosar.report.milestones import density_by_tokens, perplexity_by_tokens
 from mosar.training.learner import Learner
 from mosar.training.run_folder import locked, read_metrics
 

@@ -22,16 +22,19 @@ from mosar.report.comparison import (
 from mosar.report.curves import (
     axis_charts,
     change_chart,
-    found_by_tokens,
-    gap_by_tokens,
-    mass_by_tokens,
 )
 from mosar.report.experiment import load_experiment
 from mosar.report.formats import MISSING, setting
 from mosar.report.grid_tables import axis_table, change_table
+from mosar.report.milestones import (
+    found_by_tokens,
+    gap_by_tokens,
+    mass_by_tokens,
+    milestones_table,
+)
 from mosar.report.sections import all_items, make_sections
 from mosar.report.summary import abstract
-from mosar.report.tables import milestones_table, retrieval_table
+from mosar.report.tables import retrieval_table
 from report.synthetic import (
     ALL,
     compare,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -21,17 +20,14 @@ from mosar.report.comparison import (
     BASELINE,
     Comparison,
     Estimate,
-    Setting,
     curve_of,
     factor_of,
-    mean_mass,
     perplexity_of,
-    relative_percent,
 )
 from mosar.report.formats import percent, perplexity, setting, share, times
 from mosar.report.palette import Look, sequence_looks
 
-_GAP = "gap of sparse execution"
+GAP = "gap of sparse execution"
 # A figure of the cells of one variant at a point of an axis.
 Along = Callable[[list[Cell]], Estimate | None]
 
@@ -62,110 +58,6 @@ def validation_curves(c: Comparison) -> Chart:
         y_label="perplexity",
         y_log=True,
         series=tuple(series),
-    )
-
-
-def perplexity_by_tokens(c: Comparison, factor: float) -> Chart:
-    """What more training gives at one length; empty where no milestones were evaluated."""
-    return _by_tokens(
-        c,
-        f"perplexity_by_tokens_{factor:g}x",
-        f"Perplexity at {times(factor)}",
-        "perplexity",
-        {"": lambda variant: c.by_tokens(Setting(variant, factor))},
-        perplexity,
-        y_log=True,
-    )
-
-
-def density_by_tokens(c: Comparison, factor: float) -> Chart:
-    """How the support changes with training, executed sparsely."""
-
-    def densities(variant: str) -> ByTokens:
-        return c.by_tokens(Setting(variant, factor, "sparse"), lambda record: record.density)
-
-    name, title = f"density_by_tokens_{factor:g}x", f"Support density at {times(factor)}"
-    return _by_tokens(c, name, title, "density", {"": densities}, share, y_log=True)
-
-
-def gap_by_tokens(c: Comparison, factor: float) -> Chart:
-    """How far sparse execution is from soft routing as training goes on."""
-
-    def gaps(variant: str) -> ByTokens:
-        soft, sparse = (
-            c.by_tokens(Setting(variant, factor, routing)) for routing in ("soft", "sparse")
-        )
-        found = {tokens: relative_percent(sparse.get(tokens), soft[tokens]) for tokens in soft}
-        return {tokens: gap for tokens, gap in found.items() if gap is not None}
-
-    name, title = f"gap_by_tokens_{factor:g}x", f"Sparse against soft routing at {times(factor)}"
-    options = {"unit": " %", "line_at": 0.0}
-    return _by_tokens(c, name, title, _GAP, {"": gaps}, percent, **options)
-
-
-def mass_by_tokens(c: Comparison, factor: float) -> Chart:
-    """What sparse execution leaves out as training goes on."""
-
-    def masses(variant: str) -> ByTokens:
-        settings = (Setting(variant, factor, routing) for routing in ("sparse", "top1"))
-        return next(filter(None, (c.by_tokens(s, mean_mass) for s in settings)), {})
-
-    name, title = f"mass_by_tokens_{factor:g}x", f"Discarded mass at {times(factor)}"
-    return _by_tokens(c, name, title, "discarded mass", {"": masses}, share, y_zero=True)
-
-
-def found_by_tokens(c: Comparison, task: str) -> Chart:
-    """Right answers from far away as training goes on, as trained and executed sparsely."""
-    records = [record for record in c.experiment.retrieval_milestones if record.task == task]
-    near, beyond = min(map(factor_of, records)), medium_reach(c)
-
-    def found(routing: str | None) -> Callable[[str], ByTokens]:
-        return lambda variant: c.by_tokens(
-            Setting(variant, near, routing), lambda record: far_accuracy(record, beyond), records
-        )
-
-    return _by_tokens(
-        *(c, f"far_{task}_by_tokens", f"{task} from far, {times(near)}", "right answers"),
-        {"as trained": found(None), "sparse": found("sparse")},
-        share,
-        y_domain=(0.0, 1.02),
-    )
-
-
-ByTokens = dict[float, Estimate]
-
-
-def _by_tokens(
-    c: Comparison,
-    name: str,
-    title: str,
-    y_label: str,
-    ways: dict[str, Callable[[str], ByTokens]],
-    text: Callable[[float], str],
-    **options: Any,
-) -> Chart:
-    """One line per variant and way, over the tokens of its milestones."""
-
-    def curve(variant: str, figures: Callable[[str], ByTokens]) -> Iterable[Point]:
-        found = figures(variant)
-        # One point is no curve.
-        steps = found.items() if len(found) > 1 else ()
-        return [point(tokens / 1e6, estimate, text) for tokens, estimate in steps]
-
-    lines = [
-        replace(line, note=note, dash=dash or None)
-        for (note, figures), dash in zip(ways.items(), ("", DASHED), strict=False)
-        for line in variant_series(c, c.looks, lambda v, f=figures: curve(v, f))
-    ]
-    return Chart(
-        name=name,
-        title=f"{title} against trained tokens",
-        caption="Checkpoints of one run, evaluated like the last. Before the last the learning "
-        "rate has not come down yet." + (" Dashed: executed sparsely." if len(ways) > 1 else ""),
-        x_label="trained tokens, millions",
-        y_label=y_label,
-        series=tuple(lines),
-        **options,
     )
 
 
@@ -381,7 +273,7 @@ def axis_charts(c: Comparison, key: str) -> list[Chart]:
     charts = [
         axis_chart(c, key, "perplexity", "perplexity", own, perplexity, y_log=True),
         axis_chart(
-            *(c, key, "gap", _GAP, at_lengths(c.gap_of), percent),
+            *(c, key, "gap", GAP, at_lengths(c.gap_of), percent),
             about="Perplexity executed sparsely against soft routing of the same run. ",
             unit=" %",
             line_at=0.0,

@@ -17,12 +17,7 @@ from mosar.report.curves import (
     axis_charts,
     change_chart,
     decode_chart,
-    density_by_tokens,
-    found_by_tokens,
-    gap_by_tokens,
-    mass_by_tokens,
     perplexity_by_position,
-    perplexity_by_tokens,
     retrieval,
     speedup_charts,
     validation_curves,
@@ -38,6 +33,14 @@ from mosar.report.length_charts import (
     gap_by_length,
     perplexity_by_length,
     reach_by_length,
+)
+from mosar.report.milestones import (
+    density_by_tokens,
+    found_by_tokens,
+    gap_by_tokens,
+    mass_by_tokens,
+    milestones_table,
+    perplexity_by_tokens,
 )
 from mosar.report.provenance import (
     data_table,
@@ -55,7 +58,6 @@ from mosar.report.tables import (
     claims_table,
     gap_table,
     main_table,
-    milestones_table,
     mode_table,
     pair_table,
     retrieval_table,

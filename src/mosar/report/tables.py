@@ -21,7 +21,6 @@ from mosar.report.comparison import (
     factor_of,
     mean_mass,
     mean_share,
-    relative_percent,
 )
 from mosar.report.formats import (
     MISSING,
@@ -202,7 +201,7 @@ def main_table(c: Comparison, *, grouped: bool = True) -> Table:
             TableCell(str(n), n),
         ]
         rows[variant] = row
-    _mark_best(list(rows.values()), columns, "perplexity")
+    mark_best(list(rows.values()), columns, "perplexity")
     order = c.ranked(c.longest or 1.0)
     grouped = grouped and len(order) > MANY
     if grouped:
@@ -299,7 +298,7 @@ def _pair(what: str, factor: float, c: Comparison) -> list[Column]:
     )
 
 
-def _mark_best(rows: list[list[TableCell]], columns: list[Column], what: str) -> None:
+def mark_best(rows: list[list[TableCell]], columns: list[Column], what: str) -> None:
     """Marks the lowest value of each column in a group, ours and the paper's."""
     for index, column in enumerate(columns):
         if not column.group.startswith(what):
@@ -310,57 +309,6 @@ def _mark_best(rows: list[list[TableCell]], columns: list[Column], what: str) ->
             cell = row[index]
             if len(found) > 1 and cell.sort == min(found):
                 row[index] = TableCell(cell.text, cell.sort, best=True, muted=cell.muted)
-
-
-def milestones_table(c: Comparison) -> Table:
-    """The comparison at each number of trained tokens; empty where no milestones were evaluated."""
-    ends = list(dict.fromkeys([*c.factors[:1], *c.factors[-1:]]))
-    curves = {v: [c.by_tokens(Setting(v, f)) for f in c.factors] for v in c.evaluated}
-    read = {
-        v: [c.by_tokens(Setting(v, f, "sparse"), lambda record: record.density) for f in ends]
-        for v in c.routed
-    }
-    amounts = sorted({tokens for by_tokens in curves.values() for tokens in by_tokens[-1]})
-    columns = [
-        Column("variant", numeric=False),
-        *(Column(times(factor), "perplexity") for factor in c.factors),
-        *(Column(times(factor), "vs RoPE") for factor in ends),
-        *(Column(times(factor), "density, sparse") for factor in ends),
-    ]
-    rows, keys, groups = [], [], []
-    for tokens in amounts if len(amounts) > 1 else ():
-        figures = {v: [curve.get(tokens) for curve in curves[v]] for v in curves}
-        last = {v: found[-1].mean for v, found in figures.items() if found[-1] is not None}
-        baseline = figures.get(BASELINE, [None] * len(c.factors))
-        ranked = sorted(last, key=lambda variant: last[variant])
-        here = []
-        for variant in ranked:
-            against = map(relative_percent, figures[variant], baseline)
-            differences = dict(zip(c.factors, against, strict=True))
-            densities = [curve.get(tokens) for curve in read.get(variant, [])]
-            here.append(
-                [
-                    plain_cell(c.looks[variant].label),
-                    *(estimate_cell(found, perplexity) for found in figures[variant]),
-                    *(estimate_cell(differences[factor], percent) for factor in ends),
-                    *(estimate_cell(found, share) for found in densities or [None] * len(ends)),
-                ]
-            )
-        _mark_best(here, columns, "perplexity")
-        rows += map(tuple, here)
-        keys += ranked
-        groups += [f"{number(tokens / 1e6, 2)} million tokens"] * len(ranked)
-    return Table(
-        name="milestones",
-        title="More training",
-        caption="Checkpoints of one run, evaluated like the last. Before the last the learning "
-        "rate has not come down yet. Perplexity: as each variant was trained. Against RoPE: after "
-        "as many tokens, within each seed. Density: executed sparsely, which may cost perplexity.",
-        columns=tuple(columns),
-        rows=tuple(rows),
-        keys=tuple(keys),
-        groups=tuple(groups),
-    )
 
 
 def routing_table(c: Comparison) -> Table:
